@@ -2,21 +2,21 @@
  *
  * One C header for CPUs, without dependencies. It computes attention, forward and backward, on one
  * machine or on a sequence sharded across ranks (ring attention: Liu, Zaharia, Abbeel, arXiv
- * 2310.01889). The result is that of ordinary attention, not an approximation, and with the usual
- * layouts it has the same bits for every number of ranks, unless you ask for another order.
+ * 2310.01889). The result is that of ordinary attention, not an approximation. With the usual
+ * layouts and the default order it has the same bits for every number of ranks.
  *
- *   You want                                             Call
- *   one call with the arguments small engines share     ra_attention_simple
+ *   You want                                            Call
+ *   f32, causal, one thread, twelve plain arguments     ra_attention_simple
  *   prefill or decode over a cache, any dtype or mask   ra_attention
  *   gradients on one machine                            ra_attention_backward
  *   inference over a KV cache split over ranks          ra_cache_create, ra_infer
  *   one pass over a sharded sequence                    ra_ring_once
  *   the same for every layer and step                   ra_plan_create, ra_ring_create, ra_forward,
  *                                                       ra_backward
- *   passes or inference on threads of your engine       ra_join, ra_infer_join (or ra_begin and
+ *   passes or inference on your engine's threads        ra_join, ra_infer_join (or ra_begin and
  *                                                       ra_step, ra_infer_begin and ra_infer_step)
  *   ranks as threads of one process, your own network   ra_world_run, ra_transport
- *   to go on after a rank was lost                      ra_resume
+ *   to continue a pass after a rank is lost             ra_resume
  *   FLOPs, bytes, memory and time in advance            ra_plan_query, ra_plan_predict, ra_estimate
  *
  * In one C or C++ file of a program define RINGATTN_IMPLEMENTATION before the include; everywhere
@@ -35,15 +35,15 @@
  *       ra_tensors t = {0};
  *       t.q.data = q; t.k.data = keys; t.v.data = values; t.o.data = o;
  *       d.tokens = 1;                             // one new token per call
- *       for (int n = 0; n < 100; n++) {           // n tokens are cached already
- *           keys[n][0][0] = values[n][0][0] = q[0][0] = 1;   // your model: q, row n of k, v
+ *       for (int n = 0; n < 100; n++) {           // n tokens are in the cache
+ *           keys[n][0][0] = values[n][0][0] = q[0][0] = 1;   // your model writes q and row n
  *           d.q_offset = n;                       // the new token sees rows 0..n
  *           if (ra_attention(&d, &t, NULL, 0, 0, 1)) return 1;
  *       }
  *       return 0;
  *   }
  *
- * Program 2: a prompt in pieces of 512 tokens over a cache in f16, on four threads of the engine.
+ * Program 2: a prompt in pieces of 512 tokens, a cache in f16, four threads of the engine.
  *
  *   #define RINGATTN_IMPLEMENTATION
  *   #include "ringattn.h"
@@ -61,10 +61,10 @@
  *       d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
  *       d.k_dtype = d.v_dtype = RA_F16;
  *       t.q.data = q; t.k.data = keys; t.v.data = values; t.o.data = o;
- *       d.tokens = 512; d.q_offset = 4096 - 512;  // the largest call sizes the workspace
+ *       d.tokens = 512; d.q_offset = 4096 - 512;  // the workspace is that of the largest call
  *       bytes = ra_attention_bytes(&d, 4);
  *       memory = malloc(bytes);
- *       for (d.q_offset = 0; d.q_offset < 4096; d.q_offset += 512) {   // your model: q, 512 keys
+ *       for (d.q_offset = 0; d.q_offset < 4096; d.q_offset += 512) {   // your model: q, 512 rows
  *           pthread_t id[4];
  *           for (int i = 0; i < 4; i++) pthread_create(&id[i], NULL, work, (void *)(intptr_t)i);
  *           for (int i = 0; i < 4; i++) pthread_join(id[i], NULL);
@@ -73,7 +73,7 @@
  *       return 0;
  *   }
  *
- * Program 3: four ranks in one process, 4096 tokens, causal.
+ * Program 3: 4096 tokens on four ranks, which are threads of one process.
  *
  *   #define RINGATTN_IMPLEMENTATION
  *   #include "ringattn.h"
@@ -94,8 +94,8 @@
  *   }
  *   int main(void) { return ra_world_run(4, on_rank, NULL, NULL) ? 1 : 0; }
  *
- * Program 4: one plan and one ring for all layers, over a network of yours. send_receive sends s
- * and receives r at the same time and returns 0 when both are done.
+ * Program 4: one plan and one ring for all layers, over your own network. send_receive sends s and
+ * receives r at the same time, and returns 0 when both are done.
  *
  *   #define RINGATTN_IMPLEMENTATION
  *   #include "ringattn.h"
@@ -130,7 +130,7 @@
  *   static ra_status on_rank(ra_world *world, int rank, void *user) {
  *       ra_desc d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
  *       ra_cache_desc cd = {0}; ra_cache *cache = NULL; ra_tensors t = {0};
- *       d.tokens = 1; d.kv_tokens = 4096; d.ranks = 3; d.rank = rank;    // the most new, of all
+ *       d.tokens = 1; d.kv_tokens = 4096; d.ranks = 3; d.rank = rank;    // most new, most in all
  *       cd.queries = RA_QUERIES_ALL;              // every rank passes the token's q and gets its o
  *       t.q.data = q; t.k.data = keys[rank]; t.v.data = values[rank]; t.o.data = o[rank];
  *       ra_status s = ra_cache_create(&cache, &d, ra_world_transport(world, rank), &cd);
@@ -145,21 +145,22 @@
  *   int main(void) { return ra_world_run(3, on_rank, NULL, NULL) ? 1 : 0; }
  *
  * What the library does not do: projections, RoPE (rotate before you cache), tensor or pipeline
- * parallelism (they work around it), GPUs, networking of its own except threads. Sharding a
- * sequence of fewer than about 8K tokens gains nothing. A forked child must not use rings or worlds
- * created before fork(). Do not call the library from signal handlers or with thread cancellation
- * enabled. It needs gcc 12 or clang 14, or later, on Linux or mingw; x86-64 and AArch64 have
- * kernels of their own.
+ * parallelism (they work around it), GPUs, networks (you supply one; threads of one process are
+ * built in). Sharding a sequence of fewer than about 8K tokens gains nothing. A forked child must
+ * not use rings or worlds created before fork(). Do not call the library from signal handlers or
+ * with thread cancellation enabled. It needs gcc 12 or clang 14, or later, on Linux or mingw.
+ * x86-64 and AArch64 have kernels in vector instructions.
  *
  * Words that this file uses
  *   rank      one participant of a ring: a process, or a thread of the bundled world
  *   shard     the tokens of the sequence that one rank stores
  *   run       rows at positions first, first + stride, ...
- *   block     up to RA_BLOCK_TOKENS (64) consecutive rows of a run: the grid of cuts and sums
+ *   block     up to RA_BLOCK_TOKENS (64) consecutive rows of a run; shards are cut, and sums are
+ *             grouped, at the ends of blocks
  *   tile      one block of queries against one block of keys, of one head
  *   chunk     consecutive blocks of one rank's shard (zigzag: mirrored pairs) that travel together
- *   hop       the journey of a chunk from one rank to the next
- *   pass      one forward or backward, on all ranks of a ring
+ *   hop       the transfer of a chunk from one rank to the next
+ *   pass      one forward or one backward computation of all ranks of a ring
  *   plan      the schedule of a rank for passes of one shape; it holds no tensors and no workspace
  *   ring      a rank's workspace, its transport and the pass in progress
  *   lane      a part of a sharded KV cache: every n-th group of 16 positions
@@ -172,24 +173,24 @@
  * and LSE is the natural log of the sum of exp of a row's scores.
  *
  * How a call runs
- *   ra_attention   checks the descriptor and tensors (ra__local_check), picks a form and runs it:
- *                  few (token, head) pairs per KV head by ra__decode_run (DECODE), everything else
- *                  by ra__local_run (LOCAL), which gives each thread its tasks. A task loads query
- *                  rows (ra__task_data), folds one block of keys after the other through the table
- *                  of kernels (ra__task_some, FORWARD; KERNEL), divides and writes o.
- *   ra_forward     is ra_begin, then ra_step until done. A step either moves messages or claims a
- *                  task and folds the next chunk for it by the same ra__task_some (RING). Which
- *                  chunks, in which order, from and to whom: ra_plan_create wrote those lists
- *                  (SCHEDULE, PLAN).
- *   ra_infer       is ra_infer_begin, then ra_infer_step until done. A call has a few stages with
- *                  messages between them: each attends some rows to the keys of one rank, and the
- *                  last merges. A step works on an item of a stage by the tasks of LOCAL or DECODE
- *                  (CACHE).
+ *   ra_attention   checks the descriptor and tensors (ra__local_check), then runs one of two forms:
+ *                  ra__decode_run (DECODE) for few (token, head) pairs per KV head, otherwise
+ *                  ra__local_run (LOCAL), which gives each thread its tasks. A task loads query
+ *                  rows (ra__task_data), folds one block of keys after another with the kernels of
+ *                  the instruction set (ra__task_some, FORWARD; KERNEL), divides and writes o.
+ *   ra_forward     is ra_begin, then ra_step until done (RING). A step either moves messages, or
+ *                  claims a task and folds the next chunk into it by the same ra__task_some. The
+ *                  lists of chunks, their order and their peers come from ra_plan_create (SCHEDULE,
+ *                  PLAN).
+ *   ra_infer       is ra_infer_begin, then ra_infer_step until done (CACHE). A call has a few
+ *                  stages with messages between them. Each stage attends some rows to the keys of
+ *                  one rank, and the last one merges. A step works on an item of a stage by the
+ *                  tasks of LOCAL or DECODE.
  *
  * Contents. Each room uses only rooms above it.
  *   API          types, descriptors, functions, the transport's contract; ends with a stop sign
  *   PLATFORM     compiler, system and processor; strict floating point
- *   TYPES        query blocks, blocks of keys, and the table of functions of one instruction set
+ *   TYPES        query blocks, blocks of keys, and the table of functions of an instruction set
  *   CLOCK        monotonic time, sleep
  *   ATOMICS      loads acquire, stores release
  *   MEM          sentences of refusal, memory from the caller's allocator
@@ -198,8 +199,8 @@
  *   SCALAR       its operations in plain C
  *   AVX2         its operations on 8 floats
  *   AVX512       its operations on 16 floats
- *   AVX512 BF16  a body of its own for bf16, by dot products of pairs
- *   AMX          the same by tiles
+ *   AVX512 BF16  a separate body for bf16, by dot products of pairs, and for q8_0 by integers
+ *   AMX          the same for bf16 by tile registers
  *   NEON         its operations on 4 floats
  *   DISPATCH     which instruction sets this processor has
  *   CHECKSUM     CRC-32C of messages
@@ -218,7 +219,7 @@
  *   TRANSPORT    checks and defaults of transports
  *   SHM          the bundled world: ranks as threads
  *   RING         one rank's pass as a state machine
- *   RESUME       a failed pass goes on among the ranks that are left
+ *   RESUME       a failed pass continues among the ranks that are left
  *   CACHE        inference over a sharded KV cache
  *   ESTIMATE     how long a context fits, how large a block hides a hop
  *
@@ -229,31 +230,31 @@
  *   RINGATTN_ASSERT(x)        checks the library's own invariants; default: nothing
  *   RINGATTN_NO_THREADS       no pthreads: no ra_world; rings on your own threads still work
  *   RINGATTN_SCALAR           only the scalar kernels, on any processor
- *   RINGATTN_SELF             the name by which the file includes itself, where the compiler has
+ *   RINGATTN_SELF             the name under which the file includes itself, if the compiler has
  *                             no __FILE_NAME__
  *
  * Promises
- *   Memory   A plan is one allocation, a ring is one or none (your workspace); nothing allocates
- *            during a pass (ra_resume does, once). The plan reports every byte in advance. A rank
- *            needs the running state of its queries (forward an f32 o holds most of it; backward it
- *            is the f32 sums of dQ, or of dK and dV), scratch for each thread, and buffers. Forward
- *            these are `buffers` + 2 messages. A backward message carries a chunk and its f32
- *            gradients: buffers are `buffers` + 2 messages and 4 chunks of gradients, or with
- *            RA_CAP_SHARED ranks + 3 chunks of gradients. (With RA_TRAVEL_Q these too are whole
- *            messages.) Where messages are copied, default chunks make that less than K and V
- *            (RA_TRAVEL_Q: Q and O) of a shard of 32K tokens or more. Shorter shards have
- *            relatively larger buffers, up to 8192 keys, and so has a causal ring of 2 or 3 ranks,
- *            up to half of its keys and values: computing hides only transfers for which there is
- *            room.
- *   Threads  Plans may be shared. A ring runs one pass at a time, stepped by any number of your
+ *   Memory   A plan is one allocation, a ring is one or none (your workspace). Nothing allocates
+ *            during a pass, except ra_resume, once. The plan reports every byte in advance. A rank
+ *            needs scratch for each thread, the running state of its queries (forward an f32 o
+ *            holds most of it; backward it is the f32 sums of dQ, or of dK and dV), and buffers.
+ *            Forward these are `buffers` + 2 messages. A backward message carries a chunk and its
+ *            f32 gradients. There the buffers are `buffers` + 2 messages and 4 chunks of gradients,
+ *            or with RA_CAP_SHARED ranks + 3 chunks of gradients. (With RA_TRAVEL_Q these too are
+ *            whole messages.) Where messages are copied and chunks are the default ones, buffers
+ *            take less memory than K and V (RA_TRAVEL_Q: Q and O) of a shard of 32K tokens or more.
+ *            Shorter shards have buffers for up to 8192 keys, and causal rings of 2 or 3 ranks for
+ *            up to half of a shard, because only what fits into buffers can travel beside
+ *            computing.
+ *   Threads  Threads may share plans. A ring runs one pass at a time, on any number of your
  *            threads. The library starts threads only in ra_world_run.
- *   Errors   Every call that can fail returns a status; refusals name the field and say why.
+ *   Errors   Every call that can fail returns a status. A refusal names the field and the reason.
  *            Nothing is printed, nothing aborts, and no wait is unbounded, except inside a sendrecv
  *            callback of yours that ignores its deadline.
  *   Numbers  Scores, softmax and sums are f32 with two-level summation. For any number of ranks an
  *            element of an f32 o is within 2^-23 (1 + scale |q| |k| + sqrt(keys) / 8) max |V| of
  *            double precision. |q| and |k| are Euclidean norms; keys, the largest |k| and max |V|
- *            are those that the row sees; what ALiBi and bias add to a score counts like
+ *            are those that the row sees. What ALiBi and bias add to a score counts like
  *            scale |q| |k|. On unit-normal data of up to 128 dims every row measured was within
  *            3e-6, and all but 1 in 100,000 within 2e-6. Gradients are summed in the same way.
  *            With bf16 arithmetic (see RA_ISA_*) the softmax weights are rounded to bf16, in the
@@ -261,17 +262,18 @@
  *            gradients. With integer arithmetic (decoding q8_0, see RA_ISA_*) q is off by at most
  *            2^-16 of its row's largest magnitude, and a weight times the scale of a block of V by
  *            2^-16 of the largest of 16 keys; elements of the cache are off by up to 2^-8.
- *   Bits     They do not depend on threads, chunks, timing or transport, nor, with shards cut on
- *            the grid of 64 tokens (contiguous and zigzag), on the number of ranks. (With
- *            RA_ORDER_ROUNDS those of a forward pass depend on ranks and chunks, with an engine on
- *            chunks.) All promises also hold if your program is compiled with -Ofast.
- *   Rows     A row without keys gives 0, and its LSE is -inf, or the sink where sinks are given.
- *            NaN in Q stays in its row; NaN in K or V reaches the rows that see it and no others. V
- *            up to 1e28 stays finite (weights are as large as 2^32 until they are divided).
+ *   Bits     The bits of a result do not depend on threads, chunks, timing or transport. If shards
+ *            are cut at multiples of 64 tokens (contiguous and zigzag) they do not depend on the
+ *            number of ranks either. (With RA_ORDER_ROUNDS those of a forward pass depend on ranks
+ *            and chunks, with a block engine on chunks.) All of this also holds in a program
+ *            compiled with -Ofast.
+ *   Rows     A row that sees no key is 0, and its LSE is -inf, or the sink where sinks are given.
+ *            NaN in Q stays in its row. NaN in K or V reaches the rows that see it and no others.
+ *            Values up to 1e28 stay finite: weights are as large as 2^32 until they are divided.
  *
  *                       scalar  AVX2  AVX-512  NEON
  *   f32                   +      +      +      +
- *   f16, bf16 storage,    +      +      +      +   arithmetic in f32, widened block by block
+ *   f16, bf16 storage,    +      +      +      +   widened block by block, arithmetic in f32
  *     q8_0 for K and V
  *   every mask            +      +      +      +
  *   softcap, ALiBi,       +      +      +      +
