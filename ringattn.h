@@ -311,9 +311,9 @@ extern "C" {
 #endif
 
 /* ========================================================================== API
- * Zero. Set a struct to {0} and then the fields that you need: 0 is the default, which is given at
- * the field. Where a default could give wrong numbers (dtypes, mask.kind, head counts, tokens) 0 is
- * refused. The word "step" in a name marks the few distances whose 0 means "the same for all".
+ * Zero. Set a struct to {0} and then the fields that you need: 0 is the default, which the comment
+ * of the field gives. Where a default could give wrong numbers (dtypes, mask.kind, head counts,
+ * tokens) 0 is refused. "step" in a name marks the few distances whose 0 means "the same for all".
  *
  * Agreed and local fields. AGREED fields must be equal on every rank. Every message carries a
  * 64-byte frame with a hash of these fields as you set them (0 is hashed as 0, not as the default)
@@ -322,23 +322,23 @@ extern "C" {
  * group of fields. If the disagreement changes message sizes or peers, the status is RA_E_TRUNC,
  * RA_E_PEER or RA_E_TIMEOUT instead. All other fields are local.
  *
- * Units. Strides are bytes, dims are elements, positions are counted in tokens, *_ns is nanoseconds
- * and *_s seconds. A shape is written with B sequences, Hq and Hkv heads, and Dk and Dv elements
- * per row of K and of V.
+ * Units. Strides are bytes, dims are elements, positions are tokens, *_ns is nanoseconds and *_s
+ * seconds. Shapes are written with B sequences, Hq and Hkv heads, and Dk and Dv elements per row of
+ * K and of V.
  *
  * Lifetimes. Arrays of a descriptor are copied by ra_plan_create; one call on one rank reads them
  * during the call. Destroy rings first, then transports (worlds), then plans. */
 
 #define RINGATTN_VERSION 0x000200      /* major << 16 | minor << 8 | patch */
-#define RA_MAX_POSITION  2147483632    /* positions are below it: they are int32 in the kernels */
-#define RA_BLOCK_TOKENS  64            /* the grid of tiles, cuts and sums: 64 tokens per block */
+#define RA_MAX_POSITION  2147483632    /* every position is below it: kernels use int32 */
+#define RA_BLOCK_TOKENS  64            /* tokens per block */
 #define RA_NO_DEADLINE   0             /* deadlines are absolute: see ra_deadline_ms */
 #define RA_NO_PEER       (-1)
 
 /* -------------------------------------------------------------------------- status
  * 0 is done, positive is "not done, nothing wrong", negative is an error. RA_E_NULL to RA_E_STATE
  * are refusals: nothing was done, everything is as it was. RA_E_MISMATCH and those below it in this
- * list are failures of a pass. Its ring stays failed: later calls return the same status
+ * list are failures of a pass. Its ring or cache stays failed: later calls return the same status
  * (ra_ring_failure has the details). */
 #define RA_STATUS_LIST(X)                                                                        \
     X(RA_OK,             0, "done")                                                              \
@@ -365,7 +365,7 @@ extern "C" {
     X(RA_E_IO,         -31, "the transport failed")                                              \
     X(RA_E_PEER,       -32, "a peer is gone or silent")                                          \
     X(RA_E_TIMEOUT,    -33, "the deadline passed")                                               \
-    X(RA_E_CANCELLED,  -34, "ra_ring_cancel was called on this rank")                            \
+    X(RA_E_CANCELLED,  -34, "the pass was cancelled on this rank")                               \
     X(RA_E_ABORTED,    -35, "another rank failed or was cancelled")                              \
     X(RA_E_TRUNC,      -36, "a message was shorter or longer than agreed")                       \
     X(RA_E_PROTO,      -37, "a message was damaged, stale, doubled or out of order")             \
@@ -380,20 +380,19 @@ enum { RA_STATUS_LIST(RA__ENUM) RA__STATUS_END = 99 };
 RINGATTN_API const char *ra_status_text(ra_status status);           /* never null */
 RINGATTN_API int32_t     ra_version(void);                           /* RINGATTN_VERSION */
 
-enum { RA_TEXT_BYTES = 640 };          /* no sentence of the library is longer, with its final 0 */
+enum { RA_TEXT_BYTES = 640 };          /* every sentence fits, with its final 0 */
 
-/* Why something was refused. Status and field together identify one check. */
-typedef struct ra_error {
+typedef struct ra_error {              /* why a call was refused, or how it failed */
     ra_status status;
-    char field[40];                    /* "mask.window" */
-    char text[RA_TEXT_BYTES];          /* a sentence with the offending value and what is allowed */
+    char field[40];                    /* what was refused: "mask.window" */
+    char text[RA_TEXT_BYTES];          /* a sentence with the value and what is allowed */
 } ra_error;
 
 /* -------------------------------------------------------------------------- time and memory
- * The library's monotonic clock. Deadlines are absolute times on it; 0 is none. (A ring may have a
- * clock of its own: see ra_ring_desc.clock_ns.) */
+ * The library's monotonic clock. Deadlines are absolute times on it; 0 is none. (A ring may use
+ * another clock: see ra_ring_desc.clock_ns.) */
 RINGATTN_API int64_t ra_now_ns(void);
-RINGATTN_API int64_t ra_deadline_ms(int64_t ms);                     /* ra_now_ns() + ms */
+RINGATTN_API int64_t ra_deadline_ms(int64_t ms);                     /* ms from now */
 
 typedef struct ra_allocator {          /* all zero: malloc and free; otherwise set both callbacks */
     void *(*alloc)(void *ctx, size_t bytes, size_t align);           /* may return null */
@@ -405,17 +404,17 @@ typedef struct ra_allocator {          /* all zero: malloc and free; otherwise s
  * Stored in int32_t fields. */
 enum { RA_DTYPE_UNSET, RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
 /* Instruction sets. AUTO is the fastest that this processor has. AVX512_BF16 and AMX multiply bf16
- * where q, k and v are all bf16 (not under dropout; AMX not in the decoding form). Where k and v
- * are q8_0 both decode by products of integers, if the processor has AVX512 VNNI and VBMI.
- * Otherwise they compute in f32, as AVX512 always does. */
+ * if q, k and v are all bf16 (not with dropout; AMX not in the decoding form). If k and v are q8_0
+ * both decode by products of integers, provided that the processor has AVX512 VNNI and VBMI. In all
+ * other cases they compute in f32, as AVX512 always does. */
 enum { RA_ISA_AUTO, RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16, RA_ISA_AMX,
        RA_ISA_NEON };
 enum { RA_MASK_UNSET, RA_MASK_NONE, RA_MASK_CAUSAL, RA_MASK_INTERVALS };
 enum { RA_LAYOUT_UNSET, RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG, RA_LAYOUT_STRIPED, RA_LAYOUT_RUNS,
        RA_LAYOUT_ARRAY };
 enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4 };  /* flags */
-/* The order in which a row sums blocks of keys. DESCENDING: from its own block downwards.
- * ASCENDING: from the first to the last (zigzag: by mirrored pairs {k, n - 1 - k} of its n blocks).
+/* The order in which a row adds up blocks of keys. DESCENDING: from its own block downwards.
+ * ASCENDING: from the first to the last (zigzag: by mirrored pairs {k, n - 1 - k} of n blocks).
  * ROUNDS: see ra_desc.order. */
 enum { RA_ORDER_DESCENDING = 1, RA_ORDER_ASCENDING = 2, RA_ORDER_ROUNDS = 3 };
 /* What travels in a backward pass: K and V with their gradients, or Q, dO, LSE and delta with
@@ -433,22 +432,21 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);      /* "avx512"; never null 
  * Element (b, t, h, d) is at data + b*batch_stride + t*token_stride + h*head_stride + d*element.
  * Rows are contiguous. The dtype is in the descriptor. Strides are bytes: keys in a cache of kv_dim
  * floats per token have token_stride kv_dim * sizeof(float). A stride of 0 means packed: head = one
- * row, token = all heads, batch = the rows of the longest sequence on this rank times the
- * token_stride. (On one rank those rows are the largest of tokens_of and of kv_tokens_of, whatever
- * tokens and kv_tokens are. K and V of a sharded cache have ra_cache_rows rows.) So a batch in
- * memory with room for more rows, such as a cache, needs a batch_stride, also where the
- * token_stride is set.
+ * row, token = all heads, batch = token_stride times the rows of the longest sequence on this rank.
+ * (On one rank those rows are the largest of tokens_of and of kv_tokens_of, whatever tokens and
+ * kv_tokens are. K and V of a sharded cache have ra_cache_rows rows.) So a batch in memory with
+ * room for more rows, such as a cache, needs a batch_stride even if token_stride is set.
  *
- * The memory stays yours. It must stay where it is and, for inputs, unchanged until the pass is
- * done. Any alignment that suits the element will do. Inputs may overlap one another, and the
- * sequences of one input may share memory. Otherwise the rows of a tensor must not overlap, and
- * outputs must overlap nothing; but rows of several tensors may alternate in one buffer, as q, k
- * and v or d_q, d_k and d_v do in (B, T, 3C), with a token_stride of 3C floats for each. (Overlap
- * is refused, except between tensors of unlike strides that both have gaps.)
+ * The memory stays yours. Until the pass is done it must not move, and inputs must not change. Any
+ * alignment that suits the element will do. Inputs may overlap one another, and the sequences of
+ * one input may share memory. Otherwise the rows of a tensor must not overlap, and outputs must
+ * overlap nothing. Rows of several tensors may alternate in one buffer, as q, k and v or d_q, d_k
+ * and d_v do in (B, T, 3C), with a token_stride of 3C floats for each. (Overlap is refused, except
+ * between tensors of different strides that both have gaps.)
  *
- * A rank's shard is a view into a tensor of the whole sequence if the layout is CONTIGUOUS (data at
- * its first row) or STRIPED (data at row `rank`, token_stride of `ranks` rows). A ZIGZAG shard has
- * two pieces: copy them into one buffer. */
+ * If the layout is CONTIGUOUS (data at the first row) or STRIPED (data at row `rank`, token_stride
+ * of `ranks` rows), a rank's shard can be a view into a tensor of the whole sequence. A ZIGZAG
+ * shard has two pieces: copy them into one buffer. */
 typedef struct ra_in  { const void *data; int64_t batch_stride, token_stride, head_stride; } ra_in;
 typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, head_stride; } ra_out;
 
@@ -457,34 +455,35 @@ typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, he
 typedef struct ra_run { int64_t first, count, stride; } ra_run;
 
 /* Positions of the rows of one tensor. {0}: rows follow one another from position 0 (keys) or
- * d.q_offset (queries). Used by ra_attention, ra_fold and RA_LAYOUT_ARRAY. With them every sequence
- * has the same number of rows: d.tokens_of and kv_tokens_of stay null, and shorter ones are padded
- * with -1. A batch that decodes after n0 and n1 cached tokens: d.tokens 1, d.kv_tokens
- * max(n0, n1) + 1, q_pos.array {n0, n1}, count 1, batch_step 1.
+ * d.q_offset (queries). The calls of one rank and RA_LAYOUT_ARRAY use them. Every sequence then has
+ * the same number of rows: pad shorter ones with -1, and leave d.tokens_of and kv_tokens_of null. A
+ * batch that decodes after n0 and n1 cached tokens: d.tokens 1, d.kv_tokens max(n0, n1) + 1,
+ * q_pos.array {n0, n1}, count 1, batch_step 1.
  *
  * One cache whose cells belong to any of several sequences (llama.cpp's unified cache) is one
  * sequence of documents: a token at position p of sequence s, cached or new, has position
  * s * span + p, with a span of your choice and mask.doc_first = {0, span, 2 * span, ...}. */
 typedef struct ra_positions {
-    const ra_run  *runs;               /* one after the other, or */
-    const int32_t *array;              /* one entry per row, in any order. -1 marks an empty cell:
-                                        * it is masked as a key, and its output row is 0. If you
-                                        * request d_bias, no position may occur twice among the keys
-                                        * of a sequence */
-    int64_t count;                     /* number of runs, or of array entries (rows of a
-                                        * sequence) */
+    const ra_run  *runs;               /* either runs, one after the other, */
+    const int32_t *array;              /* or one entry per row, in any order. -1 marks an empty
+                                        * cell: as a key it is masked, as a query its output is 0.
+                                        * If you request d_bias, no position may occur twice among
+                                        * the keys of a sequence */
+    int64_t count;                     /* of runs, or of the array's entries for one sequence */
     int64_t batch_step;                /* array: entries from one sequence to the next; 0: all
                                         * sequences share one array */
 } ra_positions;
 
 /* -------------------------------------------------------------------------- pages
- * With d.page_tokens K and V are a pool [count][page_tokens][Hkv][D], batch_stride from page to
- * page. Row r of sequence b is row (first + r) % page_tokens of page table[b * batch_step + (first
- * + r) / page_tokens]. Pages are read in place, and the bits are those of rows without pages.
- * Sequences may share pages: a prefix is stored once, and seq_cp copies entries. */
+ * If d.page_tokens is set, K and V are pools of pages [count][page_tokens][Hkv][D], with
+ * batch_stride from page to page. Row r of sequence b is row (first + r) % page_tokens of page
+ * table[b * batch_step + (first + r) / page_tokens]. Pages are read in place, and the bits are
+ * those of rows without pages. Sequences may share pages, so a common prefix is stored once. */
 typedef struct ra_pages {
-    const int32_t *table;              /* entries below count */
-    int64_t batch_step, count, first;  /* first: rows to skip, below page_tokens */
+    const int32_t *table;              /* page numbers, 0..count - 1 */
+    int64_t batch_step;                /* entries from one sequence to the next; 0: one table */
+    int64_t count;                     /* pages in the pool */
+    int64_t first;                     /* rows to skip in the first page, below page_tokens */
 } ra_pages;
 
 /* -------------------------------------------------------------------------- mask. AGREED.
@@ -494,16 +493,16 @@ typedef struct ra_pages {
  *     is a multiple of c (a query sees its whole block).
  *   2 hi = max(hi, d + prefix); hi = min(hi, e).
  *   3 window: lo = max(lo, p - window + 1).  right_limit: hi = min(hi, p + right_limit + 1).
- * INTERVALS: lo and hi come from you, entry p for position p; nothing else may be set. On one rank
- * positions of queries may be mere numbers of rows: only lo and hi are compared with keys. */
+ * INTERVALS: lo and hi are your arrays, entry p for a query at position p. Nothing else may be set.
+ * Only lo and hi are compared with keys: on one rank a query's position may be its row number. */
 typedef struct ra_mask {
     int32_t kind;                      /* RA_MASK_*; required */
     int32_t causal_block;              /* CAUSAL: tokens per block; 0, 1: plain causal */
-    int64_t window;                    /* number of latest keys seen, the query's own included;
-                                        * 0: no limit. (window_left elsewhere is window - 1) */
+    int64_t window;                    /* number of latest keys seen, the query's own included; 0:
+                                        * no limit. (Other libraries' window_left is window - 1) */
     int64_t right_limit;               /* NONE: number of keys seen after the query's own; 0: no
-                                        * limit. (For none, which other libraries write as
-                                        * window_right 0, use CAUSAL) */
+                                        * limit. (For window_right = 0 of other libraries use
+                                        * CAUSAL) */
     int64_t prefix;                    /* prefix-LM: queries of the document see these first tokens
                                         * even if they come later; a window still applies (use keep
                                         * for tokens that no window hides) */
@@ -513,40 +512,41 @@ typedef struct ra_mask {
                                         * the first 0 (cu_seqlens without its last entry) */
     int64_t doc_count;                 /* 0: one document */
     const int32_t *lo, *hi;            /* [interval_count] INTERVALS, by the query's position */
-    int64_t interval_count;            /* positions of queries are below it */
+    int64_t interval_count;            /* every query's position is below it */
 } ra_mask;
 
 /* -------------------------------------------------------------------------- layout. AGREED.
- * Who holds which positions: of the queries [q_offset, q_offset + tokens) and, cut in the same way,
- * of the keys [0, kv_tokens). Any length, empty shards, more ranks than tokens; nothing is padded.
+ * Which rank holds which positions: of the queries [q_offset, q_offset + tokens) and, cut in the
+ * same way, of the keys [0, kv_tokens). Any length will do, shards may be empty, and nothing is
+ * padded.
  *   CONTIGUOUS  rank r holds the r-th piece.
  *   ZIGZAG      rank r holds two: the r-th from the front, then the r-th from the back.
  *   STRIPED     rank r holds positions r, r + ranks, ...
  *   RUNS        your table, complete on every rank, the same for all sequences (tokens_of and
- *               kv_tokens_of stay null). A position held by nobody is an absent key; none may be
- *               held twice. Runs that follow one another travel together, up to chunk_tokens rows,
- *               as far as one of them is needed: for packed documents, each cut like ZIGZAG, list
- *               all front pieces of a rank before the back pieces. Tiles end with a run: runs of
- *               RA_BLOCK_TOKENS and more are as fast as CONTIGUOUS, shorter ones slower.
- *   ARRAY       your int32 positions, given with each call (t.q_pos, t.k_pos) and known only to
- *               their owner. They travel with the keys, and nothing is pruned by position. Every
- *               sequence has the same number of rows; pad shorter ones with -1. Set tokens to any
- *               positive value: the counts are q_rows and k_rows. (ra_attention takes arrays with
- *               layout 0.)
+ *               kv_tokens_of stay null). No position may be held twice; one that no rank holds is
+ *               an absent key. Consecutive runs travel together, up to chunk_tokens rows, as far as
+ *               one of them is needed: for packed documents, each cut like ZIGZAG, list all front
+ *               pieces of a rank before the back pieces. Tiles end with a run: runs of at least
+ *               RA_BLOCK_TOKENS rows are as fast as CONTIGUOUS, shorter ones slower.
+ *   ARRAY       int32 positions, given with each call (t.q_pos, t.k_pos), which only their owner
+ *               needs to know. They travel with the keys, and nothing is pruned by position. Every
+ *               sequence has the same number of rows: pad shorter ones with -1. The counts are
+ *               q_rows and k_rows; set tokens to any positive value. (On one rank leave layout.kind
+ *               0 and pass arrays.)
  * For causal work without a window take ZIGZAG: it gives all ranks the same work. With a window
  * take CONTIGUOUS: it is balanced by itself, and chunks travel one or two hops. CONTIGUOUS and
- * ZIGZAG cut on the grid of RA_BLOCK_TOKENS if there are at least 2 * ranks blocks, otherwise as
- * evenly as possible. A sequence that grows would be cut anew at every call, and one query would
- * have all keys sent to it: for a sharded cache use ra_cache_create and ra_infer. */
+ * ZIGZAG cut at multiples of RA_BLOCK_TOKENS if there are at least 2 * ranks blocks, otherwise as
+ * evenly as possible. They would cut a growing sequence differently at every call, and would send
+ * all keys to a single query: for a sharded cache use ra_cache_create and ra_infer. */
 typedef struct ra_layout {
     int32_t kind;                      /* RA_LAYOUT_*; required if ranks > 1; 0: CONTIGUOUS */
     const int32_t *weights;            /* [ranks] CONTIGUOUS, ZIGZAG: relative speeds, >= 0, not all
-                                        * 0; null: equal. Shares of blocks, largest remainder first,
-                                        * so weights that are block counts cut exactly there
-                                        * (ZIGZAG: counts of mirrored pairs of blocks) */
+                                        * 0; null: equal. They divide the blocks, largest remainder
+                                        * first. Weights that are numbers of blocks (ZIGZAG: of
+                                        * mirrored pairs of blocks) are met exactly */
     const ra_run  *q_runs, *k_runs;    /* RUNS: of rank 0, rank 1, ...; k_runs null: as q_runs */
     const int32_t *q_run_count, *k_run_count; /* RUNS: [ranks] */
-    const int64_t *q_rows, *k_rows;    /* ARRAY: [ranks] rows of a sequence; k_rows null: q_rows */
+    const int64_t *q_rows, *k_rows;    /* ARRAY: [ranks] rows per sequence; k_rows null: q_rows */
 } ra_layout;
 
 struct ra_engine;
@@ -559,11 +559,11 @@ typedef struct ra_rates {              /* all required and > 0, except latency, 
 
 /* -------------------------------------------------------------------------- the descriptor
  * One struct describes every computation. AGREED unless marked local. For one rank leave the part
- * `ranks` zero, for inference the part `training`. */
+ * Ranks zero, for inference the part Training. */
 typedef struct ra_desc {
     /* What to compute */
-    int32_t q_heads, kv_heads;         /* required; Hq is a multiple of Hkv: query head h reads KV
-                                        * head h / (Hq / Hkv). MHA, GQA, MQA */
+    int32_t q_heads, kv_heads;         /* required, up to 65536; Hq is a multiple of Hkv: query head
+                                        * h reads KV head h / (Hq / Hkv). MHA, GQA, MQA */
     int32_t k_dim, v_dim;              /* required; Dk (of Q and K) and Dv (of V and O), 1..1024 */
     int32_t q_dtype, k_dtype, v_dtype, o_dtype; /* required; RA_F32, RA_F16, RA_BF16 in any mix; K
                                         * and V may be RA_Q8_0 (see ra_convert), without
@@ -572,44 +572,43 @@ typedef struct ra_desc {
                                         * (MLA): t.v stays {0}, v_dtype = k_dtype or 0, and only K
                                         * travels */
     int32_t scores;                    /* RA_SCORE_* of what comes with each call; 0: none */
-    int32_t sequences;                 /* B; 0: 1 */
+    int32_t sequences;                 /* B, up to 2^20; 0: 1 */
     int64_t tokens;                    /* required; queries of a sequence, all ranks together */
-    int64_t kv_tokens;                 /* keys of a sequence; 0: tokens + q_offset, so set it where
+    int64_t kv_tokens;                 /* keys of a sequence; 0: tokens + q_offset. Set it wherever
                                         * t.q_pos is given */
     int64_t q_offset;                  /* position of the first query of every sequence (keys start
-                                        * at 0): a decode token after n cached ones has tokens 1,
+                                        * at 0): a token decoded after n cached ones has tokens 1,
                                         * q_offset n. For different n see ra_positions */
     const int64_t *tokens_of;          /* [B] if sequences differ, each <= tokens */
-    const int64_t *kv_tokens_of;       /* [B] the same for keys; null: kv_tokens, or tokens_of +
-                                        * q_offset if kv_tokens is 0 */
+    const int64_t *kv_tokens_of;       /* [B] the same for keys, each <= kv_tokens (0: as above);
+                                        * null: kv_tokens, or tokens_of + q_offset if that is 0 */
     ra_mask mask;
-    float scale;                       /* a score is scaled (0: 1/sqrt(Dk), otherwise positive), */
-    float softcap;                     /* then capped: s = cap * tanh(s / cap), 0: not; then ALiBi
-                                        * and bias are added */
+    float scale;                       /* factor of the scores, > 0; 0: 1/sqrt(Dk) */
+    float softcap;                     /* > 0: a scaled score s becomes softcap * tanh(s / softcap);
+                                        * 0: off. ALiBi and bias are added after that */
     /* Ranks */
-    int32_t ranks, rank;               /* ranks 0: 1. rank is local */
+    int32_t ranks, rank;               /* ranks: up to 4096; 0: 1. rank is local */
     ra_layout layout;
-    int32_t chunk_tokens;              /* keys per message; 0: by the ranks, the shard and the work
-                                        * per key, 256 (by rates: 64) to 4096. Rounded up to blocks
+    int32_t chunk_tokens;              /* keys per message; 0: 256 (by rates: 64) to 4096, chosen by
+                                        * ranks, shard and work per key. Rounded up to blocks
                                         * (zigzag: mirrored pairs; RUNS: the last may go beyond) */
     int32_t buffers;                   /* receive buffers, 1..64; 0: as many as hold 8192 keys
                                         * (training: 5120), at least 3 and at most 8 (from 24 ranks
-                                        * on 3). Causal on 2 or 3 ranks without window, training,
-                                        * rounds or cached keys: 1 / ranks of a shard if that is
-                                        * more. Never more than a shard and 2 */
-    ra_rates rates;                    /* what you know of machines and network; {0}: nothing. They
-                                        * choose chunk_tokens and buffers where these are 0. Shards
-                                        * of up to 1024 rows need them: no default suits all
-                                        * networks */
+                                        * on 3). A causal ring of 2 or 3 ranks without window,
+                                        * training, rounds or cached keys gets room for 1 / ranks of
+                                        * a shard if that is more. Never more than a shard and 2 */
+    ra_rates rates;                    /* speeds of machines and network, from which chunk_tokens
+                                        * and buffers are chosen if those are 0; {0}: unknown. Set
+                                        * them for shards of up to 1024 rows, where no default suits
+                                        * all networks */
     int32_t order;                     /* forward passes of a ring. 0: DESCENDING or ASCENDING, by
                                         * layout and mask, so that bits do not depend on ranks.
                                         * RA_ORDER_ROUNDS: in rounds of one chunk from each rank,
                                         * its own first, then around the ring. Nearly all transfer
-                                        * is then hidden, also without a mask. In return the bits of
-                                        * o and lse depend on ranks and chunk_tokens (not on
-                                        * threads, timing or transport). It needs 2 buffers and no
-                                        * more memory. Gradients keep their order; on one rank it
-                                        * does nothing */
+                                        * is then hidden, even without a mask, but the bits of o and
+                                        * lse depend on ranks and chunk_tokens (not on threads,
+                                        * timing or transport). Needs 2 buffers and no more memory.
+                                        * Gradients keep their order. Without effect on one rank */
     /* Training */
     int32_t train;                     /* 1: backward passes will follow. o and lse have the same
                                         * bits either way, except under dropout */
@@ -619,31 +618,31 @@ typedef struct ra_desc {
                                         * the others are multiplied by 1 / (1 - dropout). The choice
                                         * follows from t.seed, sequence, head and positions alone.
                                         * The LSE is computed before dropout */
-    int32_t backward_travel;           /* RA_TRAVEL_*. Q not with bias, not with ARRAY. AUTO: the
-                                        * one with fewer bytes per token, which is Q if there are
-                                        * about as many KV heads as query heads. Each has its own
-                                        * order of sums, also on one rank */
+    int32_t backward_travel;           /* RA_TRAVEL_*. Q excludes bias and ARRAY. AUTO: the one with
+                                        * fewer bytes per token, which is Q if there are about as
+                                        * many KV heads as query heads. Each has its own order of
+                                        * sums, even on one rank */
     int32_t grad_return;               /* RA_RETURN_*. With more than 2 ranks DIRECT needs
                                         * RA_CAP_ANY_PEER */
     /* This machine. Local. */
     int32_t threads;                   /* rings and caches: how many threads may compute at the same
-                                        * time; 0: 1. Set it to the number of your engine's threads:
-                                        * any beyond it find no work. ra_attention takes nth instead
-                                        * and ignores this */
+                                        * time, up to 4096; 0: 1. Set it to the number of your
+                                        * engine's threads: others find no work. ra_attention
+                                        * ignores it and takes nth */
     int32_t isa;                       /* RA_ISA_*; 0: the fastest of this machine */
-    int32_t page_tokens;               /* rows per page, a multiple of 16; 0: no pages. Not in rings
-                                        * and not for gradients */
+    int32_t page_tokens;               /* rows per page (see ra_pages), a multiple of 16; 0: no
+                                        * pages. Not for plans and not for gradients */
     const struct ra_engine *engine;    /* null: our kernels. Read until the plan is destroyed */
-    ra_error *error;                   /* may be null; written on refusal, and by ra_ring_once when
-                                        * the pass failed */
+    ra_error *error;                   /* may be null. Written when a call that takes d refuses, and
+                                        * by ra_ring_once if the pass fails */
 } ra_desc;
 
-/* The common descriptor: all four dtypes alike, Dk = Dv = dim. Set tokens, and for a cache
- * q_offset, and what else differs. It checks nothing; the call that takes it does. */
+/* The common descriptor: the same dtype four times, Dk = Dv = dim. Then set tokens, for a cache
+ * q_offset, and whatever differs. It checks nothing; the call that takes it does. */
 RINGATTN_API ra_desc ra_desc_make(int32_t q_heads, int32_t kv_heads, int32_t dim, int32_t dtype,
                                   int32_t mask);
-/* Fills in the defaults, or refuses what ra_plan_create would refuse. out may be d. (kv_tokens
- * stays 0 if it follows from tokens_of.) */
+/* Fills in the defaults, or refuses d as ra_plan_create would (which also refuses page_tokens). out
+ * may be d. (kv_tokens stays 0 if it follows from tokens_of.) */
 RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
 
 /* -------------------------------------------------------------------------- tensors. Local.
@@ -652,72 +651,71 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
  * position p. It is indexed by the key's POSITION, because keys come from other ranks. A step of 0
  * means the same bias for all: with row_step 0 it is one per key. d.scores needs RA_SCORE_BIAS.
  *
- * A bias of -inf, or of -2.36e38 or less (so also -FLT_MAX), hides the key from the row. So a mask
- * may be given as a bias alone (ggml's kq_mask; mask.kind is then RA_MASK_NONE): blocks of keys
- * that it hides from all rows of a tile are left out. A finite value such as -1e9 hides a key only
- * in a row that also has keys without it. A row of -1e9 alone sees all keys and has an output. Its
- * gradients are 0: backward computes weights again from the f32 LSE, off by a factor of at most
- * exp(|LSE| / 2^23), and a row whose |LSE| is 2^23 or more is there treated as one without keys. */
+ * A bias of -2.36e38 or less (-FLT_MAX and -inf too) hides the key from the row. So a mask may be
+ * given as a bias alone (ggml's kq_mask; mask.kind is then RA_MASK_NONE): blocks of keys that it
+ * hides from all rows of a tile are left out. A larger value such as -1e9 hides a key only in a row
+ * that also has keys without it. A row in which every key has -1e9 sees them all and has an output,
+ * but its gradients are 0. (Backward computes weights again from the f32 LSE, off by a factor of up
+ * to exp(|LSE| / 2^23), and treats a row whose |LSE| is 2^23 or more as one without keys.) */
 typedef struct ra_bias {
     const void *data;
     int64_t batch_step, head_step, row_step, key_step; /* bytes, multiples of an element */
     int64_t keys;                      /* required: positions from here on have bias 0 */
-    int32_t dtype;                     /* of data: RA_F32 (0: too), RA_F16 or RA_BF16 */
+    int32_t dtype;                     /* of data: RA_F32, RA_F16 or RA_BF16; 0: RA_F32 */
 } ra_bias;
 
-/* Gradient of the bias, f32, added to: shaped as ra_bias, with steps of its own. With row_step 0 it
- * is summed over rows, with key_step 0 over keys, but not with both. The elements of different
- * sequences and heads must not overlap: sum over those yourself. */
+/* Gradient of the bias, f32, added to: shaped like ra_bias, with separate steps. With row_step 0 it
+ * is summed over rows, with key_step 0 over keys; one of them must be set. The elements of
+ * different sequences and heads must not overlap: sum over those yourself. */
 typedef struct ra_bias_out {
     float *data;
     int64_t batch_step, head_step, row_step, key_step;               /* bytes, multiples of 4 */
-    int64_t keys;                      /* required: keys from this position on are left out */
+    int64_t keys;                      /* required: positions from here on are left out */
 } ra_bias_out;
 
 typedef struct ra_tensors {
     ra_in  q, k, v;                    /* [B][rows of this rank][Hq or Hkv][Dk or Dv] */
-    ra_out o;                          /* [B][rows][Hq][Dv], every row is written. If it is f32 the
-                                        * running sums are kept in it: undefined until the pass is
+    ra_out o;                          /* [B][rows][Hq][Dv], every row is written. An f32 o holds
+                                        * the running sums: it is undefined until the pass is
                                         * done */
-    ra_out lse;                        /* f32 [B][rows][Hq] (strides as in a view with rows of one
-                                        * element), natural log of the sum of exp of the final
-                                        * scores, sink included. A row without keys: the sink, or
-                                        * -inf without sinks. May be {0} */
-    ra_positions q_pos, k_pos;         /* see ra_positions; usually {0} */
+    ra_out lse;                        /* f32 [B][rows][Hq], a view with rows of one element;
+                                        * natural log of the sum of exp of the final scores, sink
+                                        * included. A row without keys: the sink, or -inf without
+                                        * sinks. {0}: not wanted */
+    ra_positions q_pos, k_pos;         /* usually {0} */
     ra_pages pages;                    /* with d.page_tokens: where the rows of K and V are */
     const float *alibi;                /* [Hq] slope: score - slope * |p - key position| */
-    const float *sinks;                /* [Hq] one logit per head, natural, in the denominator once
-                                        * per row: not scaled, capped or dropped. alibi, sinks and
-                                        * seed must be equal on all ranks */
+    const float *sinks;                /* [Hq] one logit per head, added once per row to the
+                                        * denominator as exp(sink): not scaled, capped or dropped.
+                                        * alibi, sinks and seed must be equal on all ranks */
     ra_bias bias;
     uint64_t seed;                     /* of dropout: the same forward and backward */
     /* Only for backward calls, which also read o and lse as forward left them: lse is required
-     * there. A gradient that you do not want is {0} or null; on one rank, and for d_q in a ring,
-     * that saves its share of the work. */
+     * there. Leave gradients that you do not want {0} or null; on one rank, and for d_q in a ring,
+     * that saves their share of the work. */
     ra_in  d_o;                        /* [B][rows][Hq][Dv], of o_dtype: the gradient of o */
-    ra_out d_q, d_k, d_v;              /* shapes of q, k, v, strides of their own, of grad_dtype.
+    ra_out d_q, d_k, d_v;              /* of grad_dtype, shaped like q, k, v, with separate strides.
                                         * They may be interleaved in one buffer. v_in_k: d_v stays
                                         * {0} and d_k receives both */
-    float *d_sinks;                    /* [Hq] added to: the part of this rank's rows; sum the
-                                        * ranks */
+    float *d_sinks;                    /* [Hq] added to: this rank's part; sum those of all ranks */
     ra_bias_out d_bias;                /* added to; where ranks share an element, sum theirs */
 } ra_tensors;
 
 /* ========================================================================== L0: block mathematics
  * For programs that move keys themselves. No threads, no network, no allocation. A state is one
- * online softmax per query row and head, unnormalised, f32, packed. m is a running maximum of score
- * * log2(e). It may lag behind the true maximum: it is raised only when l would exceed 2^32. l is
- * the sum of 2^(score log2(e) - m), acc the same sum weighted by V. Empty: m = -inf, l = 0, acc =
- * 0. Milakov and Gimelshein, arXiv 1805.02867, algorithm 3. */
+ * online softmax per query row and head, unnormalised, f32, packed. m is a running maximum of
+ * score log2(e). It may lag behind the true maximum: it is raised only when l would exceed 2^32. l
+ * is the sum of 2^(score log2(e) - m), acc the same sum weighted by V. Empty: m = -inf, l = 0,
+ * acc = 0. Milakov and Gimelshein, arXiv 1805.02867, algorithm 3. */
 typedef struct ra_state {
-    float *m, *l;                      /* [B][tokens][Hq]; here, in ra_grads and in delta it is
-                                        * d.tokens even where every sequence is shorter */
+    float *m, *l;                      /* [B][tokens][Hq]. Here, in ra_grads and in delta these are
+                                        * d.tokens rows, even if every sequence is shorter */
     float *acc;                        /* [B][tokens][Hq][Dv] */
 } ra_state;
 
 RINGATTN_API ra_status ra_state_clear(const ra_desc *d, const ra_state *s);
 /* Folds the keys t->k, t->v at t->k_pos into s for the queries t->q at t->q_pos. t->o and t->lse
- * are not used. The workspace is that of ra_attention with nth = 1. */
+ * are not used. workspace: as for ra_attention with nth = 1. */
 RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_tensors *t,
                                void *workspace, size_t bytes);
 /* into = into and from together; from is unchanged. */
@@ -729,7 +727,7 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
  * backward pass needs. */
 RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *delta);
 
-/* Sums of gradients, f32, packed, added to; null: not wanted. */
+/* Sums of gradients: f32, packed, added to; null: not wanted. */
 typedef struct ra_grads {
     float *d_q;                        /* [B][tokens][Hq][Dk] */
     float *d_k;                        /* [B][kv_tokens][Hkv][Dk]; v_in_k: receives both */
@@ -738,30 +736,31 @@ typedef struct ra_grads {
 /* Adds to g, and to t->d_bias if given, what the keys t->k, t->v at t->k_pos contribute for the
  * queries t->q at t->q_pos. t->d_o is the gradient of the output and t->lse the LSE of all keys
  * together. t->o, t->d_q, t->d_k, t->d_v and t->d_sinks are not used. The order of calls fixes the
- * bits: use the order in which forward folded. The workspace is that of ra_attention_backward with
+ * bits: use the order in which forward folded. workspace: as for ra_attention_backward with
  * nth = 1. */
 RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, const float *delta,
                                         const ra_grads *g, void *workspace, size_t bytes);
 
 /* Merges normalised partial results of two sets of keys, (o, lse) = (o, lse) + (o2, lse2): o
- * [rows][dim], lse [rows], natural log. (anything, -inf) is neutral; on both sides it gives (0,
- * -inf). The order of calls fixes the bits. No aliasing. A row may be a (token, head) pair. */
+ * [rows][dim], lse [rows], natural log. A side whose lse is -inf adds nothing, whatever its o; two
+ * such sides give (0, -inf). The order of calls fixes the bits. The sides must not overlap. A row
+ * may be a (token, head) pair. */
 RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
                            int32_t dim);
 
 /* Converts n elements of one dtype to another, rounding to nearest. RA_Q8_0 is ggml's: blocks of 34
  * bytes, a scale in f16 and 32 int8, element = scale * int8. A row of dim elements is dim / 32
- * blocks, so n, k_dim, v_dim and v_column are multiples of 32 there; alignment 2. Converting to it:
- * scale = max |x| / 127; NaN becomes 0, and magnitudes are limited to 127 * 65504. */
+ * blocks, so n, k_dim, v_dim and v_column must be multiples of 32; alignment 2. Converting to it
+ * sets scale = max |x| / 127. NaN becomes 0, and magnitudes are limited to 127 * 65504. */
 RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
                                   int64_t n);
 
 /* ========================================================================== L1: one rank, one call
  * The argument list that small engines share. All f32; q, out [seq_q][n_heads][head_dim], k, v
- * [seq_k][n_kv_heads][head_dim]. Causal, query i at position q_offset + i, key j at j. window <= 0
- * is off; otherwise a query sees the last `window` keys, its own included. scale 0:
- * 1/sqrt(head_dim). One thread, no allocation, at most 240 KiB of stack (80 KiB where seq_q *
- * n_heads / n_kv_heads is at most 8), twice that without optimisation. Refuses without a sentence.
+ * [seq_k][n_kv_heads][head_dim]. Causal: query i is at position q_offset + i, key j at j. window <=
+ * 0 is off; otherwise a query sees the last `window` keys, its own included. scale 0:
+ * 1/sqrt(head_dim). One thread, no allocation, at most 240 KiB of stack (80 KiB if seq_q * n_heads
+ * / n_kv_heads is at most 8), twice that without optimisation. There is no sentence on refusal.
  * RA_E_RANGE: a count or q_offset is negative, heads or head_dim are below 1, head_dim is above
  * 256, positions reach RA_MAX_POSITION, or scale is negative or not finite. RA_E_SHAPE: n_heads is
  * not a multiple of n_kv_heads. RA_E_NULL: a pointer to rows is null. */
@@ -770,43 +769,43 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
                                            int n_kv_heads, int head_dim, float scale, int window,
                                            int q_offset);
 
-/* Bytes of workspace for ra_attention and ra_fold on nth threads; 0: d or nth is refused, see
- * *d->error. They are enough for every call with the same heads, dims, dtypes, scores, mask, layout
- * and dropout on at most nth threads, with at most as many sequences, tokens and kv_tokens,
- * whatever q_offset is: so allocate once for the largest call. It is 300 KiB (D 64) to some MiB per
- * thread, even for one token. */
+/* Bytes of workspace for ra_attention and ra_fold on nth threads, 1..4096; 0: d or nth is refused,
+ * see *d->error. Allocate once, for the largest call: the bytes suffice for every call with the
+ * same heads, dims, dtypes, scores, mask, layout and dropout that has at most as many threads,
+ * sequences, tokens and kv_tokens, at any q_offset. They are 300 KiB (D 64) to some MiB per thread,
+ * even for one token. */
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
 
 /* Writes t->o and t->lse: attention on one rank, of tokens query rows at t->q_pos over kv_tokens
  * keys at t->k_pos. Called by nth threads with ith = 0..nth-1, in any order, at any time, without a
  * barrier: no thread waits for another, each returns when its share is done, and o is complete when
  * all have returned. All of them must call: with OpenMP, nth is omp_get_num_threads() inside the
- * parallel region. d, t and what they point to have equal contents on all threads: one copy, or one
- * each. Bits do not depend on nth. All threads return a refusal; the one with ith 0 writes
- * d->error.
+ * parallel region. Threads may share d and t, or have copies with equal contents. Bits do not
+ * depend on nth. A refusal is returned to all threads; the one with ith 0 writes d->error.
  *
- * d.engine must be null. layout.kind names the order of summation (see ra_plan_report.order), so
+ * d.engine must be null. layout.kind selects the order of summation (see ra_plan_report.order), so
  * that a ring of the same layout gives the same bits. Exception: calls with tokens * Hq / Hkv <= 16
- * and no dropout use a separate decoding form, which is fastest if all heads of a token, or all
- * tokens of a head, are contiguous. There too a row's bits depend on no other row of the call.
+ * and no dropout take the decoding form, which adds up in another order and is fastest if all heads
+ * of a token, or all tokens of a head, are contiguous. In both forms a row's bits depend on no
+ * other row of the call.
  *
- * workspace: ra_attention_bytes(d, nth) bytes at any address, which need not be cleared. One call
- * at a time: all nth threads must have returned before any of them begins the next one with it. If
- * some of the nth threads did not make a call, zero the workspace before the next. One workspace,
- * of the larger of both sizes, may serve forward and backward. With nth = 1 it may be null if k_dim
- * + v_dim is at most 512, or 256 if K or V is not f32 (longer rows may be refused): then up to 256
- * KiB of the stack are used, or 384 in a program compiled without optimisation. */
+ * workspace: ra_attention_bytes(d, nth) bytes at any address, which need not be cleared. It serves
+ * one call at a time: all nth threads must have returned before any of them begins the next. If
+ * some of the nth threads did not make a call, zero the workspace before the next one. Forward and
+ * backward may share a workspace of the larger size. With nth = 1 it may be null if k_dim + v_dim
+ * is at most 512, or 256 if K or V is not f32 (longer rows may be refused): then up to 256 KiB of
+ * the stack are used, or 384 in a program compiled without optimisation. */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
 
-/* Gradients of t->q, t->k, t->v, t->sinks and t->bias, as far as you request them, from t->d_o and
- * from t->o and t->lse as ra_attention (or a ring) left them. Threads as in ra_attention. Each
- * gradient is summed in f32 from 0 in the workspace and added once to yours, or written. Rows
- * without keys give zeros. d.train must be 1; dropout takes the seed of forward. workspace:
+/* The requested gradients of t->q, t->k, t->v, t->sinks and t->bias, from t->d_o and from t->o and
+ * t->lse as ra_attention (or a ring) left them. Threads as in ra_attention. Each gradient is summed
+ * in f32 from 0 in the workspace, then added to yours or written (see grad_dtype). Rows without
+ * keys give zeros. d.train must be 1; dropout takes the seed of forward. workspace:
  * ra_attention_backward_bytes(d, nth) bytes at any address, required, sufficient in the same sense
- * as above; it is about nth (tokens Hq / Hkv Dk + kv_tokens (Dk + Dv)) floats, and as much again
- * for up to 16384 keys of 16 bits, which a thread keeps in the form of its kernel. Work is divided
- * into (sequence, KV head) pairs. If their number is not a multiple of nth, the remaining pairs are
+ * as above: about nth (tokens Hq / Hkv Dk + kv_tokens (Dk + Dv)) floats, and as much again for up
+ * to 16384 keys of 16 bits, which each thread keeps in its kernel's layout. Work is divided into
+ * (sequence, KV head) pairs. If their number is not a multiple of nth, the remaining pairs are
  * split further, which repeats part of the work. */
 RINGATTN_API size_t    ra_attention_backward_bytes(const ra_desc *d, int nth); /* 0: d is refused */
 RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors *t,
