@@ -1,6 +1,7 @@
 #!/bin/sh
 # Runs one test program. Its output goes to a log, its figures, "passed failed skipped", to a file.
-# Prints one line about it, and if something failed what and the end of the log.
+# Prints one line about it, with its seconds and those of all its processors, and if something
+# failed what and the end of the log.
 #
 #   run.sh [-x] LOG NAME COMMAND...    LOG.log and LOG.sum are written; always exits 0
 #   run.sh -s NAME=SUM...              adds up figures: "N passed, N failed", exits 1 if any failed
@@ -40,6 +41,8 @@ start=$(date +%s)
 timeout "$limit" "$@" > "$log.log" 2>&1 < /dev/null
 status=$?
 seconds=$(($(date +%s) - start))
+times > "$log.sum"                     # the second line is of children
+busy=$(awk 'NR == 2 { gsub(/[ms]/, " "); print int($1 * 60 + $2 + $3 * 60 + $4 + 0.5) }' "$log.sum")
 
 set -- $(sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed$/\1 \2 0/p
     s/^\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p' "$log.log" | tail -n 1)
@@ -63,7 +66,7 @@ echo "$passed $failed $skipped" > "$log.sum"
 note="$passed passed, $failed failed"
 [ "$skipped" = 0 ] || note="$note, $skipped skipped"
 if [ "$failed" = 0 ]; then
-    printf 'ok    %-18s %-34s %4s s\n' "$name" "$note" "$seconds"
+    printf 'ok    %-18s %-34s %4s s, processors %4s s\n' "$name" "$note" "$seconds" "$busy"
     grep -E '^([a-z_0-9]+: )?skipped: ' "$log.log" | sed 's/^/      /'
 else
     printf 'FAIL  %-18s %-34s %4s s %s(%s.log)\n' "$name" "$note" "$seconds" "${why:+$why }" "$log"
