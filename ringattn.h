@@ -14689,7 +14689,7 @@ typedef struct ra__crew {
     int32_t failed;                    /* status, set once the failure is recorded */
     int32_t comm;                      /* 1: a thread talks to the transport */
     int32_t inside;                    /* threads that are in a step */
-    int32_t parted;                    /* under comm: see ra__crew_part */
+    int32_t parted;                    /* under comm: see ra__crew_announce */
     const ra_transport *shared;        /* null: this rank reads no memory of others */
     ra__tickets tickets;
 } ra__crew;
@@ -17012,14 +17012,14 @@ static void ra__tp_rest(const ra_transport *t) {
 #endif
 
 /* ========================================================================== RING
- * One rank's pass as a state machine: it takes completions and the time, and does one bounded step
- * per call. In: a plan, a transport, the tensors of a call. Out: outputs and counters, or one
- * failure.
+ * The pass of one rank as a state machine, of which a call does one bounded step. In: a plan, a
+ * transport, the tensors of a call. Out: outputs and counters, or one failure.
  *
- * Threads. There are two try-locks, which nobody waits for: `comm` for everything that talks to the
- * transport, `sched` for handing out tasks. Threads compute outside both. A task (query rows x
- * heads) may fold chunk f only after it has folded chunk f - 1. Tasks are handed out chunk by
- * chunk, so each row meets the chunks in the order of the plan, whichever thread computes it.
+ * Threads. No thread waits for a lock. A thread that talks to the transport holds `comm`, one that
+ * takes a task holds `sched`, and one that finds them taken does something else; threads compute
+ * without either. A task (query rows x heads) folds the entries of the fold list in order. Tasks
+ * are handed out entry by entry, so each row meets the chunks in the order of the plan, whichever
+ * thread computes it.
  *
  * Buffers. Receive i uses buffer i mod n and is posted when all tasks have folded receive i - n and
  * it has been sent on. Own chunks are packed into separate buffers, so they never delay a chunk
@@ -17037,7 +17037,7 @@ static int64_t ra__ring_left(const ra_ring *r, int64_t deadline_ns, int64_t most
     return ra__min(most, ra__max(0, ra__time_since(deadline_ns, ra__ring_now(r))));
 }
 
-/* A time left as the deadline that a transport gets. */
+/* The deadline for a callback when this much time is left. */
 static int64_t ra__ring_until(int64_t left_ns) { return ra__add_sat(ra_now_ns(), left_ns); }
 
 static void ra__journal_put(ra__journal *log, const ra_event *e) {
@@ -17107,7 +17107,7 @@ static int32_t ra__ring_event_hop(const ra_ring *r, int64_t c, int32_t receiver)
     return hop ? hop : r->ranks;
 }
 
-/* Says what ranks disagree about, or that they may if nothing has come yet. */
+/* Adds what the ranks disagree about or, if nothing has come yet, what to look at. */
 static void ra__failure_hint(const ra_ring *r, const ra_failure *f, ra__text *x) {
     static const char *const name[RA__AGREE_PARTS + 1] = {
         "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
@@ -17186,8 +17186,8 @@ static int32_t ra__ring_rank_of(const ra_ring *r, int32_t peer) {
     return r->survivor && peer >= 0 ? r->survivor[peer] : peer;
 }
 
-/* The first failure of a pass that has not ended is recorded, and the transport is aborted. Returns
- * the status of the ring, which may be that of an earlier failure; s if there is none (yet). */
+/* Records the first failure of a pass that has not ended, and aborts the transport. Returns the
+ * status that is recorded, perhaps of an earlier failure, or s while there is none yet. */
 static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
     ra_event e = ra__event_none();
     if (ra__load_i32(&r->cancelled)) s = RA_E_CANCELLED;   /* the network may fail because of it */
@@ -17291,7 +17291,8 @@ static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, 
     return ra__frame_sealed(f);
 }
 
-/* A frame is complete, of an equal plan, and the one that is due. */
+/* Checks the frame of a message against the one that is due. *differ: parts of the hash that are
+ * unlike, a byte each. */
 static ra_status ra__frame_check(const void *message, const ra__frame *due, uint64_t *differ) {
     ra__frame f;
     memcpy(&f, message, sizeof f);
@@ -17316,8 +17317,8 @@ static uint32_t ra__ring_crc(const ra_ring *r, uint32_t sum, const uint8_t *at, 
     return sum;
 }
 
-/* Writes into the frame of a message the checksums of the rest of it, of which `least` bytes travel
- * farthest. */
+/* Writes the checksums of a message into its frame: one of all `length` bytes, and one of the first
+ * `least`, which travel farthest. */
 static void ra__frame_seal(const ra_ring *r, uint8_t *message, int64_t least, int64_t length) {
     ra__frame f;
     memcpy(&f, message, sizeof f);
@@ -17328,7 +17329,7 @@ static void ra__frame_seal(const ra_ring *r, uint8_t *message, int64_t least, in
     memcpy(message, &f, sizeof f);
 }
 
-/* What follows the frame of a message is what its checksum says. */
+/* 1: what follows the frame of a message has the checksum that the frame says. */
 static int ra__frame_holds(const ra_ring *r, const uint8_t *message, int64_t length) {
     ra__frame f;
     memcpy(&f, message, sizeof f);
@@ -17376,8 +17377,8 @@ static int32_t ra__ring_kind(const ra_ring *r) {
     return r->lists->backward ? RA__FRAME_GRAD : RA__FRAME_CHUNK;
 }
 
-/* A resumed pass lays out the message of chunk c to a rank as if it were so many ranks after the
- * owner: as many as the segments travel that the rank needs. */
+/* The hop as for which a resumed pass lays out the message of chunk c to a rank: the farthest one
+ * that still has all segments that the rank needs. */
 static int32_t ra__plan_need_hop(const ra_plan *p, int64_t c, int32_t rank) {
     const ra__chunk *chunk = &p->keys.chunk[c];
     int32_t hop = ra__chunk_hops(chunk, 0);
@@ -17387,7 +17388,7 @@ static int32_t ra__plan_need_hop(const ra_plan *p, int64_t c, int32_t rank) {
     return hop;
 }
 
-/* The layout of receive i, which is chunk c: how many ranks after the owner. */
+/* The hop as for which the message of receive i, chunk c, is laid out. */
 static int32_t ra__ring_recv_hop(const ra_ring *r, int64_t i, int64_t c) {
     if (i < r->kept_count) return r->kept[i].hop;
     return r->pulled ? ra__plan_need_hop(r->plan, c, r->rank) : ra__ring_hop(r, c);
@@ -17398,7 +17399,7 @@ static uint8_t *ra__ring_recv_message(const ra_ring *r, int64_t i) {
                              : (uint8_t *)ra__queue_op(&r->queue[RA__RECEIVES], i)->buf;
 }
 
-/* The segments that came in a message `hop` ranks away from their owner. */
+/* Points an item at the segments in a message that is laid out for this hop. */
 static void ra__item_packed(const ra_ring *r, const uint8_t *message, int32_t hop, ra__item *out) {
     const ra_desc *d = &r->plan->d;
     const int32_t back = r->lists->backward;
@@ -17413,6 +17414,7 @@ static void ra__item_packed(const ra_ring *r, const uint8_t *message, int32_t ho
     }
 }
 
+/* The same for a message that carries addresses. */
 static void ra__item_address(const uint8_t *message, ra__item *out) {
     ra__address a;
     memcpy(&a, message + RA__FRAME_BYTES, sizeof a);
@@ -17457,7 +17459,7 @@ static uint8_t *ra__ring_packed(const ra_ring *r, int64_t i) {
     return r->pack_buf + i % r->pack_slots * r->queue[RA__RECEIVES].bytes;
 }
 
-/* Gradients that belong to a message, or with shared memory to the address in it. */
+/* The gradients of the chunk in a message. If it carries addresses, they are at the owner. */
 static uint8_t *ra__ring_message_grads(const ra_ring *r, uint8_t *message) {
     ra__address a;
     if (!r->shared) return message + RA__FRAME_BYTES;
@@ -17479,7 +17481,7 @@ static uint8_t *ra__ring_fold_grads(const ra_ring *r, int64_t f) {
     return ra__ring_packed(r, returned) + RA__FRAME_BYTES;
 }
 
-/* Rows of a view into a message, all heads packed. */
+/* Copies rows of a view, all heads packed. */
 static void ra__pack_rows(uint8_t *to, ra__view from, int64_t rows, int32_t heads, int64_t bytes) {
     for (int64_t i = 0; i < rows; i++) {
         const uint8_t *row = ra__view_at(from, 0, i, 0).data;
@@ -17493,7 +17495,7 @@ static void ra__pack_rows(uint8_t *to, ra__view from, int64_t rows, int32_t head
     }
 }
 
-/* Rows of a segment, in pieces. */
+/* The same for the rows of a segment, in pieces. */
 static void ra__pack_seg(const ra_ring *r, uint8_t *to, ra__view from, const ra__seg *s,
                          int32_t heads, int64_t bytes) {
     for (int64_t at = 0; at < s->rows; at += RA_BLOCK_TOKENS) {
@@ -17530,7 +17532,7 @@ static void ra__ring_pack_q_rows(const ra_ring *r, const ra__chunk *chunk, const
     ra__fp_leave(mode);
 }
 
-/* The same with all rows of an own chunk; the sums are in the message too. */
+/* The same with all rows of an own chunk. */
 static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *message,
                             const ra__between *pause) {
     int64_t at = 0;
@@ -17544,7 +17546,7 @@ static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *m
         }
 }
 
-/* Packs the keys of a chunk into a message for the next rank. kv, pos: of its owner's shard, all
+/* Packs the keys of a chunk into a message for the next rank. kv, at: of its owner's shard, all
  * sequences. */
 static void ra__pack_keys(const ra_ring *r, const ra__chunk *chunk, const ra__view kv[2],
                           const ra_positions *at, uint8_t *message) {
@@ -17599,7 +17601,7 @@ static uint64_t ra__ring_tag(const ra_ring *r, int64_t number) {
                                 : (uint64_t)number & (((uint64_t)1 << r->tp.tag_bits) - 1);
 }
 
-/* A message is posted or, if not, has ended. chunk: negative if it has none. */
+/* Makes an event of a message that is posted or, if not, has ended. chunk: negative without one. */
 static void ra__ring_op_event(ra_ring *r, const ra_transport_op *op, int posted, int64_t chunk,
                               int64_t begin_ns) {
     const int sending = op->kind == RA_MSG_SEND;
@@ -17692,7 +17694,7 @@ static int ra__queue_open(const ra__queue *queue, int64_t freed, int64_t most) {
            queue->posted - queue->done < most;
 }
 
-/* Receive i, which has come, is folded by all tasks and sent on. */
+/* 1: receive i, which has come, has been folded by all tasks and sent on. */
 static int ra__ring_recv_slot_free(const ra_ring *r, int64_t i) {
     int32_t fold = r->lists->recv[i].fold, send = r->lists->recv[i].send;
     return (fold < 0 || fold < ra__load_i64(&r->folded)) &&
@@ -17741,9 +17743,8 @@ static int ra__ring_may_send(const ra_ring *r, int64_t i) {
                      : r->own_posted - r->own_sent < r->pack_slots;
 }
 
-/* Checksums of chunk c for its way of `hop` hops from its owner. Forward its owner computes them
- * for all ranks, so that lent memory is never written; backward the gradients in it are other
- * ones. */
+/* Writes the checksums of chunk c before it makes this hop. Forward its owner does so for all hops,
+ * because lent memory is never written; backward each rank does, because it changed gradients. */
 static void ra__ring_seal(const ra_ring *r, int64_t c, int32_t hop, uint8_t *message) {
     const ra__chunk *chunk = &r->lists->chunk[c];
     const int64_t length = ra__ring_length(r, c, hop);
@@ -17829,8 +17830,8 @@ static int ra__ring_list(const ra_ring *r) {
  * its query blocks can see. all: every query block times every key block. */
 typedef struct ra__tile_bound { int64_t seen, all; } ra__tile_bound;
 
-/* Of sequence b, which has `keys` blocks of keys. A span may have one block that is only partly in
- * it, with stripes one per rank. */
+/* Adds those of sequence b, which has `keys` blocks of keys. A span of positions may reach into one
+ * more block than it has room for, with stripes into one more of each rank. */
 static void ra__tile_bound_rank(const ra_plan *p, int32_t rank, int32_t b, int64_t keys,
                                 ra__tile_bound *n) {
     const int64_t loose = p->d.layout.kind == RA_LAYOUT_STRIPED ? p->d.ranks : 1;
@@ -17923,8 +17924,8 @@ static ra_status ra__ring_fail_context(ra_ring *r, int code) {
 
 /* Transports with sendrecv only: a send and a receive, of which one may be null. chunk: what a
  * failure names. */
-static ra_status ra__ring_swap(ra_ring *r, ra_transport_op *out, ra_transport_op *in, int64_t step,
-                               int64_t chunk) {
+static ra_status ra__ring_sendrecv(ra_ring *r, ra_transport_op *out, ra_transport_op *in,
+                                   int64_t step, int64_t chunk) {
     int64_t patience = ra__ring_patience(r), left = ra__ring_left(r, r->deadline, patience);
     int code = r->tp.sendrecv(r->tp.ctx, out ? out->peer : RA_NO_PEER, out ? out->buf : NULL,
                               out ? out->len : 0, in ? in->peer : RA_NO_PEER,
@@ -17947,8 +17948,8 @@ static ra_status ra__ring_exchange(ra_ring *r) {
     ra_transport_op *in = NULL, *out = NULL;
     ra_status s;
     if (r->queue[RA__HELLO_IN].done < r->queue[RA__HELLO_IN].posted)
-        return ra__ring_swap(r, ra__queue_op(&r->queue[RA__HELLO_OUT], 0),
-                             ra__queue_op(&r->queue[RA__HELLO_IN], 0), 0, -1);
+        return ra__ring_sendrecv(r, ra__queue_op(&r->queue[RA__HELLO_OUT], 0),
+                                 ra__queue_op(&r->queue[RA__HELLO_IN], 0), 0, -1);
     if (r->exchanged == lists->exchanges) return RA_OK;
     x = &lists->exchange[r->exchanged];
     if (x->recv >= r->queue[RA__RECEIVES].posted || x->send >= r->queue[RA__SENDS].posted ||
@@ -17958,8 +17959,8 @@ static ra_status ra__ring_exchange(ra_ring *r) {
     const int32_t i = x->recv >= 0 ? x->recv : x->returned;
     if (i >= 0) in = ra__queue_op(&r->queue[from], i);
     if (x->send >= 0) out = ra__queue_op(&r->queue[RA__SENDS], x->send);
-    s = ra__ring_swap(r, out, in, x->step, in ? ra__queue_chunk(r, from, i)
-                                              : ra__queue_chunk(r, RA__SENDS, x->send));
+    s = ra__ring_sendrecv(r, out, in, x->step, in ? ra__queue_chunk(r, from, i)
+                                                  : ra__queue_chunk(r, RA__SENDS, x->send));
     r->exchanged += s == RA_OK;
     return s;
 }
@@ -17982,13 +17983,13 @@ static int ra__ring_poll_due(const ra_ring *r) {
     return ra__time_since(ra__ring_now(r), ra__load_i64(&r->polled_ns)) >= RA__POLL_NS;
 }
 
-/* Of ra_ring.pause. How a poll ends is noticed by the next one. */
+/* Of ra_ring.pause: polls if that is due. A failure is recorded, and noticed in the next round. */
 static void ra__ring_pause(void *ctx) {
     ra_ring *r = (ra_ring *)ctx;
     if (ra__ring_poll_due(r)) (void)ra__ring_drive(r);
 }
 
-/* The ring talks by this transport from now on. */
+/* The ring uses this transport from now on. */
 static void ra__ring_bind(ra_ring *r, const ra_transport *tp) {
     r->tp = *tp;
     r->pause.call = tp->post ? ra__ring_pause : NULL;
@@ -18054,14 +18055,15 @@ static int ra__queue_look(ra_ring *r, const ra__queue *queue, int64_t c) {
     return 1;
 }
 
-/* The next message of a queue has been taken: other threads may use what came. */
+/* Counts the next message of a queue as taken: other threads may use what came. */
 static void ra__queue_next(ra_ring *r, ra__queue *queue) {
     ra__store_i64(&queue->done, queue->done + 1);
     r->moves++;
 }
 
-/* Shared memory: notes where an owner listens for signs of life, for as long as it is read here. */
-static void ra__ring_listen(ra_ring *r, const ra_transport_op *op, int32_t owner) {
+/* Shared memory: notes the `alive` counter of the owner of a chunk that has come, for as long as
+ * its keys are read here. */
+static void ra__ring_note_owner(ra_ring *r, const ra_transport_op *op, int32_t owner) {
     const ra__queue *out = &r->queue[RA__NOTICES_OUT];
     ra__address a;
     memcpy(&a, (const uint8_t *)op->buf + RA__FRAME_BYTES, sizeof a);
@@ -18085,25 +18087,22 @@ static void ra__ring_grad_views(const ra_desc *d, const ra__chunk *c, const uint
     }
 }
 
-/* RA_TRAVEL_Q: writes dQ of blocks [from, to) of an own chunk, of the heads of one kv head, from
- * packed sums. */
+/* RA_TRAVEL_Q: writes dQ of a block of an own chunk, of the heads of one kv head, from packed
+ * sums. */
 static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t kv_head,
-                                 int64_t from, int64_t to, const uint8_t *sums) {
+                                 int64_t block, const uint8_t *sums) {
     const ra_desc *d = &r->plan->d;
     int32_t group = d->q_heads / d->kv_heads, which;
     ra__view packed = ra__view_packed(sums, d->q_heads, d->k_dim, RA_F32);
+    ra__seg s = ra__chunk_block(c, RA_ORDER_ASCENDING, block, &which);
+    int64_t row = s.row - c->seg[which].row + (which ? c->seg[0].rows : 0);
     uint32_t mode = ra__fp_enter();
-    for (int64_t i = from; i < to && r->back.d_q.data; i++) {
-        ra__seg s = ra__chunk_block(c, RA_ORDER_ASCENDING, i, &which);
-        int64_t row = s.row - c->seg[which].row + (which ? c->seg[0].rows : 0);
-        for (int64_t j = 0; j < s.rows; j++)
-            for (int32_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
-                ra__view q = ra__view_at(r->back.d_q, c->sequence, s.row + j, h);
-                ra__view x = ra__view_at(packed, 0, row + j, h);
-                r->back.kernel->put_grad(ra__view_out(q), ra__view_floats(x), d->grad_dtype,
-                                         d->k_dim);
-            }
-    }
+    for (int64_t j = 0; j < s.rows && r->back.d_q.data; j++)
+        for (int32_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
+            ra__view q = ra__view_at(r->back.d_q, c->sequence, s.row + j, h);
+            ra__view x = ra__view_at(packed, 0, row + j, h);
+            r->back.kernel->put_grad(ra__view_out(q), ra__view_floats(x), d->grad_dtype, d->k_dim);
+        }
     ra__fp_leave(mode);
 }
 
@@ -18135,8 +18134,7 @@ static void ra__ring_return_over(const ra_ring *r, int64_t i) {
         if (!q) ra__ring_grad_views(d, c, sums, h, &g);
         for (int64_t at = 0; at < end; ra__between_pieces(&r->pause)) {
             if (q) {
-                ra__ring_hand_over_q(r, c, h, at, at + 1, sums);
-                at++;
+                ra__ring_hand_over_q(r, c, h, at++, sums);
             } else {
                 at += ra__grads_rows(c, &g, at, &some, &part);
                 ra__grads_finish(&r->back, &some, h, r->d_kv, &part);
@@ -18145,7 +18143,7 @@ static void ra__ring_return_over(const ra_ring *r, int64_t i) {
     }
 }
 
-/* Gradients have returned: they are added to the caller's if nothing is left to fold. */
+/* Gradients of an own chunk have returned: adds them to the caller's if nothing is left to fold. */
 static void ra__ring_returned(const ra_ring *r, int64_t i) {
     const ra__returned *at = &r->lists->returned[i];
     if (at->fold < 0) ra__ring_return_over(r, i);
@@ -18163,7 +18161,7 @@ static int ra__ring_take(ra_ring *r, int which) {
         const int done = ra__queue_look(r, queue, c);
         if (done <= 0) return done;
         if (which == RA__RECEIVES && r->notices)
-            ra__ring_listen(r, ra__queue_op(queue, i), r->lists->chunk[c].owner);
+            ra__ring_note_owner(r, ra__queue_op(queue, i), r->lists->chunk[c].owner);
         if (which == RA__SENDS && r->lists->send[i].recv < 0)
             ra__store_i64(&r->own_sent, r->own_sent + 1);
         if (which == RA__RETURNS) ra__ring_returned(r, i);
@@ -18173,7 +18171,7 @@ static int ra__ring_take(ra_ring *r, int which) {
     }
 }
 
-/* Takes the hellos, this rank's own first: so a rank that the other one fails has sent its own. */
+/* Takes the hellos, first the one that is sent: it has left even if the other fails this pass. */
 static int ra__ring_take_hellos(ra_ring *r) {
     const ra__queue *in = &r->queue[RA__HELLO_IN];
     if (in->done < in->posted && ra__queue_op(in, 0)->state < 0)
@@ -18187,7 +18185,7 @@ static int ra__ring_take_hellos(ra_ring *r) {
     return 0;
 }
 
-/* Takes notices. One that fails is seen at once, whichever others are still to come. */
+/* Takes notices. One that has failed is noticed although others before it are still to come. */
 static int ra__ring_take_notices(ra_ring *r) {
     for (int32_t k = RA__NOTICES_IN; k <= RA__NOTICES_OUT; k++) {
         const ra__queue *queue = &r->queue[k];
@@ -18200,9 +18198,9 @@ static int ra__ring_take_notices(ra_ring *r) {
     return 0;
 }
 
-/* Shows the owners whose keys are read here that this rank computes, and looks for the same from
- * the readers of its own keys. A pass may end long after this rank has finished its own work; that
- * is progress. */
+/* Counts for the owners of keys that are read here that this rank computes, and looks whether the
+ * readers of its own keys have counted. Their work is progress for a rank that has finished its
+ * own, and it may take long. */
 static void ra__ring_pulse(ra_ring *r) {
     int64_t computed = ra__load_i64(&r->computed), alive = ra__load_i64(&r->alive);
     if (computed != r->computed_seen)
@@ -18213,7 +18211,7 @@ static void ra__ring_pulse(ra_ring *r) {
     r->alive_seen = alive;
 }
 
-/* Posts what may go, and what has room to come. */
+/* Posts all messages that may be posted now. */
 static void ra__ring_more(ra_ring *r) {
     ra__ring_release(r);
     if (r->notices) ra__ring_pulse(r);
@@ -18241,7 +18239,7 @@ static int ra__ring_comm(ra_ring *r) {
     return 1;
 }
 
-/* Nothing of this pass is left to move. Under `comm`. */
+/* 1: no message of this pass is left. Under `comm`. */
 static int ra__ring_all_messages_done(const ra_ring *r) {
     for (int32_t k = 0; k < RA__QUEUES; k++)
         if (r->queue[k].done < r->queue[k].total) return 0;
@@ -18254,21 +18252,21 @@ static int ra__ring_round(ra_ring *r) {
     return r->resumed_comm ? r->resumed_comm(r) : r->has_transport ? ra__ring_comm(r) : 0;
 }
 
-/* Between two pieces of a step: such a round, if the last poll was long ago and no other thread has
- * one. How it ends is noticed in the next step. */
-static void ra__ring_visit(void *ctx) {
+/* The same between two pieces of a step, if the last poll was long ago and no other thread holds
+ * `comm`. How it ends is noticed in the next step. */
+static void ra__ring_round_if_due(void *ctx) {
     ra_ring *r = (ra_ring *)ctx;
     if (!ra__ring_poll_due(r) || !ra__cas_i32(&r->crew.comm, 0, 1)) return;
     if (ra__load_i32(&r->crew.state) == RA_RING_RUNNING) (void)ra__ring_round(r);
     ra__store_i32(&r->crew.comm, 0);
 }
 
-/* The same between two calls of a kernel, for a desk. */
+/* The same between two calls of a kernel, in the floating-point mode of the caller. */
 static void ra__ring_between(void *ctx) {
     const ra__desk *desk = (const ra__desk *)ctx;
     if (!ra__ring_poll_due(desk->ring)) return;
     ra__fp_leave(desk->mode);
-    ra__ring_visit(desk->ring);
+    ra__ring_round_if_due(desk->ring);
     (void)ra__fp_enter();
 }
 
@@ -18293,7 +18291,7 @@ static void ra__ring_advance(ra_ring *r) {
     ra__ring_event(r, RA_EV_FOLD, -1, &e);
 }
 
-/* Backward: an own chunk may start, because there is a buffer for its gradient. */
+/* Backward, 1: an own chunk may start, because there is a buffer for its gradient. */
 static int ra__ring_grad_slot_free(const ra_ring *r, int64_t own) {
     const ra__pass_lists *lists = r->lists;
     int64_t returned = lists->own[own].returned, before = own - r->grad_slots;
@@ -18304,7 +18302,7 @@ static int ra__ring_grad_slot_free(const ra_ring *r, int64_t own) {
     return lists->own[before].fold < ra__load_i64(&r->folded);
 }
 
-/* Everything that entry f of the fold list needs has come. */
+/* 1: everything that entry f of the fold list needs has come. */
 static int ra__ring_inputs_ready(const ra_ring *r, int64_t f) {
     const ra__fold *at = &r->lists->fold[f];
     if (at->recv >= 0) return at->recv < ra__load_i64(&r->queue[RA__RECEIVES].done);
@@ -18528,7 +18526,7 @@ static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint
     return code;
 }
 
-/* Cuts an item down to the units from the first to the last that rows with these bounds may see. */
+/* Cuts an item down to its units from the first to the last that rows with these bounds may see. */
 static void ra__item_narrow(ra__item *item, ra__grads *g, const ra__bounds *seen) {
     const int64_t lo = ra__min(seen->lo_min, seen->doc_min);
     const int64_t hi = ra__max(seen->hi_max, seen->keep_max);
@@ -18547,6 +18545,7 @@ static void ra__item_narrow(ra__item *item, ra__grads *g, const ra__bounds *seen
     ra__item_cut(item, g, ra__min(from, to), to);
 }
 
+/* What a task of a backward pass computes: its KV head, and which sums of which blocks. */
 static ra__back_slice ra__ring_slice(const ra_ring *r, int32_t b, int64_t task, int64_t blocks) {
     const ra_desc *d = &r->plan->d;
     const int32_t parts = r->plan->sizes.back_parts, per_head = parts > 1 ? 2 * parts : 1;
@@ -18568,6 +18567,7 @@ static void ra__ring_key_item(const ra_ring *r, const ra__back_slice *s, ra__ite
     ra__slice_keys(&r->work, s, &side, r->kv, sums, s->t.kv_head, item, g);
 }
 
+/* RA_TRAVEL_Q: describes the rows of queries in the message of entry f. */
 static void ra__ring_unpack_q(const ra_ring *r, int64_t f, ra__packed *x) {
     const ra_desc *d = &r->plan->d;
     uint8_t *message = ra__ring_fold_grads(r, f) - RA__FRAME_BYTES;
@@ -18662,7 +18662,7 @@ static int ra__back_keys(const ra_ring *r, ra__desk *desk, int last) {
             h->x.left -= RA__TILE_WORK;
             if (last) ra__grads_finish(&r->back, &c, h->s.t.kv_head, r->d_kv, &part);
             else ra__grads_clear(&r->plan->d, &c, &part);
-            if (desk->polls) ra__ring_visit(desk->ring);
+            if (desk->polls) ra__ring_round_if_due(desk->ring);
         }
     }
     return 1;
@@ -18675,12 +18675,11 @@ static int ra__back_queries(const ra_ring *r, ra__desk *desk) {
     const ra__task *t = &h->s.t;
     if (r->plan->d.backward_travel != RA_TRAVEL_Q || !h->q_last) return 1;
     for (; h->at < t->count / group; h->at++) {
-        int64_t block = t->panel0 / group + h->at;
         if (h->x.left <= 0) return 0;
-        ra__ring_hand_over_q(r, ra__entry_chunk(r, desk->claim.fold), t->kv_head, block, block + 1,
-                             h->p.sums);
+        ra__ring_hand_over_q(r, ra__entry_chunk(r, desk->claim.fold), t->kv_head,
+                             t->panel0 / group + h->at, h->p.sums);
         h->x.left -= RA__TILE_WORK * group;
-        if (desk->polls) ra__ring_visit(desk->ring);
+        if (desk->polls) ra__ring_round_if_due(desk->ring);
     }
     return 1;
 }
@@ -18818,7 +18817,7 @@ static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     return done;
 }
 
-/* Thread ith may call the transport. */
+/* 1: thread ith may call the transport. */
 static int ra__ring_may_talk(const ra_ring *r, int ith) {
     return ith == 0 || !r->has_transport || (r->tp.caps & RA_CAP_ANY_THREAD);
 }
@@ -18829,7 +18828,7 @@ static int ra__ring_may_poll(const ra_ring *r, int ith) {
 
 /* Packs the claimed chunk; the tasks that fold it wait for this. */
 static ra_status ra__ring_start_q(ra_ring *r, int ith, int64_t f) {
-    const ra__between pause = { ra__ring_may_poll(r, ith) ? ra__ring_visit : NULL, r };
+    const ra__between pause = { ra__ring_may_poll(r, ith) ? ra__ring_round_if_due : NULL, r };
     ra__ring_pack_q(r, ra__entry_chunk(r, f), ra__ring_fold_grads(r, f) - RA__FRAME_BYTES, &pause);
     ra__store_i64(&r->packed, f + 1);
     ra__ring_note_progress(r);
@@ -18935,7 +18934,7 @@ static ra_status ra__crew_agree(const ra__crew *w, ra_status s) {
  * them. The last thread to leave calls it, and so does a thread that held `comm` without being
  * inside. It looks for the failure before it looks for threads: one that enters later sees the
  * failure too and reads nothing. tests/crew.pml is a model of it. */
-static void ra__crew_part(ra__crew *w) {
+static void ra__crew_announce(ra__crew *w) {
     const ra_transport *shared = w->shared;
     if (!shared || !ra__load_i32(&w->failed) || ra__add_i32(&w->inside, 0)) return;
     if (!ra__cas_i32(&w->comm, 0, 1)) return;
@@ -18945,7 +18944,7 @@ static void ra__crew_part(ra__crew *w) {
 }
 
 static void ra__crew_leave(ra__crew *w) {
-    if (ra__add_i32(&w->inside, -1) == 1) ra__crew_part(w);
+    if (ra__add_i32(&w->inside, -1) == 1) ra__crew_announce(w);
 }
 
 /* Tries to claim a task for a desk: RA_WAIT if there is none, RA_AGAIN if there is one or another
@@ -19013,7 +19012,7 @@ static ra_status ra__ring_desc_check(const ra_ring_desc *rd, ra_error *e) {
 }
 
 /* Lays out the workspace, which is large enough, for a pass of a plan. */
-static void ra__ring_use(ra_ring *r, const ra_plan *p, int32_t pass) {
+static void ra__ring_lay_out(ra_ring *r, const ra_plan *p, int32_t pass) {
     ra__arena a = { r->base, 0 };
     if (pass == RA_PASS_BACKWARD) (void)ra__ring_carve_back(&a, p, &p->sizes, r);
     else (void)ra__ring_carve(&a, p, &p->sizes, r);
@@ -19166,7 +19165,7 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
     return x.status;
 }
 
-/* Where the running state is, and what the tasks share. */
+/* Sets what the tasks of a pass share, and where their running state is. */
 static void ra__begin_work(ra_ring *r, const ra_plan *p) {
     ra__work *w = &r->work;
     int64_t rows = p->report.q_rows;
@@ -19193,7 +19192,7 @@ static void ra__begin_work(ra_ring *r, const ra_plan *p) {
     }
 }
 
-/* Counters and cursors of a new pass. */
+/* Sets the counters and queues of a new pass. */
 static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     const int64_t total[RA__QUEUES] = { r->greets, r->greets,
                                        r->lists->recvs, r->lists->sends, r->lists->returns,
@@ -19241,8 +19240,8 @@ static void ra__begin_meet(ra_ring *r, const ra_plan *p, int32_t pass) {
     r->greets = !met && r->has_transport && !r->rd.trust_plans;
 }
 
-/* The refusal of a pass whose turn it is not; `done`: passes of this ring or cache before. */
-static ra_status ra__crew_waits(ra_error *e, int64_t done) {
+/* Refuses a pass whose turn it is not. done: how many this ring or cache has had. */
+static ra_status ra__crew_no_turn(ra_error *e, int64_t done) {
     return ra__refuse(e, RA_E_BUSY, "transport",
                       "carries a pass of another ring or cache of this rank; here # ended", done);
 }
@@ -19260,7 +19259,7 @@ static void ra__begin_earlier(ra_ring *r) {
     r->intact = 0;
 }
 
-/* ra_begin, and ra_join for the thread that holds `join`; other threads get RA_WAIT meanwhile. */
+/* Of ra_begin, and of ra_join for the thread that holds `join`; others get RA_WAIT meanwhile. */
 static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__work w;
     ra__view kv[2];
@@ -19270,9 +19269,9 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     const int64_t need =
         ra__ring_bytes(job->plan, &job->plan->sizes, ring->shared, ring->tp.align).bytes;
     if (need > ring->bytes) return ra__ring_too_small(&ring->refusal, ring->bytes, need);
-    if (!ra__tp_turn(&ring->tp)) return ra__crew_waits(&ring->refusal, ring->pass);
+    if (!ra__tp_turn(&ring->tp)) return ra__crew_no_turn(&ring->refusal, ring->pass);
     ring->work = w;
-    ra__ring_use(ring, job->plan, job->pass);
+    ra__ring_lay_out(ring, job->plan, job->pass);
     if (ring->has_transport && !ring->tp.post) ra__plan_exchanges(job->plan);
     ra__begin_earlier(ring);
     ring->plan = job->plan;
@@ -19322,8 +19321,7 @@ static ra_status ra__ring_begin_any(void *of, const void *job) {
     return ra__ring_begin((ra_ring *)of, (const ra_job *)job);
 }
 
-/* Adds itself to `inside` before it looks at the pass, because ra_begin does not wait but
- * refuses. */
+/* A thread counts itself as inside before it looks at the pass: ra_begin refuses while it is. */
 RINGATTN_API ra_status ra_step(ra_ring *ring, int ith) {
     ra_status s;
     if (!ring) return RA_E_NULL;
@@ -19340,7 +19338,7 @@ RINGATTN_API ra_status ra_step(ra_ring *ring, int ith) {
     return s;
 }
 
-/* Under `join`: how the beginning of a ticket ended. */
+/* Under `join`: notes how the beginning of a ticket ended. */
 static void ra__ticket_begun(ra__tickets *t, int64_t ticket, ra_status s) {
     const int64_t n = t->refusals, i = n % RA__REFUSALS;
     ra__store_i32(&t->status, s);
@@ -19446,7 +19444,7 @@ static void ra__wait_slice(ra_ring *r, int64_t deadline_ns) {
         int code = n ? r->tp.wait(r->tp.ctx, r->list, n, ra__ring_until(slice)) : RA_OK;
         if (code < 0) (void)ra__ring_fail_context(r, code);
         (void)ra__add_i32(&r->crew.comm, -1); /* before it reads `inside` */
-        ra__crew_part(&r->crew);
+        ra__crew_announce(&r->crew);
         if (n || !live) return;
     }
     ra__sleep_ns(100000);
@@ -20534,7 +20532,7 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
                           "quiesce, or that failed", ring->pass);
     memset(&tp, 0, sizeof tp);
     if (rd->ranks > 1) tp = ra__tp_resolved(rd->transport);
-    if (!ra__tp_turn(&tp)) return ra__crew_waits(e, ring->pass);
+    if (!ra__tp_turn(&tp)) return ra__crew_no_turn(e, ring->pass);
     s = ra__resume_alloc(ring, rd, &x);
     if (s) ra__tp_turn_ends(&tp);
     if (s) return s;
@@ -21598,7 +21596,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     if (!s) s = ra__check_outputs(d, t, rows[0], &w, e);
     if (!s) s = ra__check_forward(d, t, rows, &w, kv, e);
     if (!s) s = ra__cache_check_tables(c, &t->pages);
-    if (!s && !ra__tp_turn(&c->tp)) s = ra__crew_waits(e, c->call);
+    if (!s && !ra__tp_turn(&c->tp)) s = ra__crew_no_turn(e, c->call);
     if (s) return s;
     c->t = *t;
     c->q = w.q;
