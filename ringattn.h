@@ -1232,7 +1232,7 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  *  2 ra_ring_create copies the struct and may call reg for its buffers. No message travels.
  *  3 A pass: the library posts batches of ops, polls, waits. Calls of one ring never overlap. They
  *    come from whichever thread steps, without RA_CAP_ANY_THREAD only from steps with ith = 0. Only
- *    abort may come from any thread during any other call. Passes of rings on one ctx take turns.
+ *    abort may come from any thread during any other call. Passes on one ctx take turns: see turn.
  *  4 A failure: the library calls abort once and posts no more. ctx serves no later ring.
  *  5 ra_finish, which a blocking call, ra_resume and ra_ring_destroy contain, calls quiesce once
  *    after a failure, on its own thread. ra_ring_destroy calls dereg; your resources are yours.
