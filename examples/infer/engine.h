@@ -1,15 +1,15 @@
 /* Runs a model on P ranks that share its mapped weights. The cache of keys and values is split
- * among the ranks by position, and a rank computes the tokens whose positions it owns: all of a
- * token's products happen on one rank, and ra_infer is the only place where ranks need one another.
- * So in decode one rank multiplies and the others attend over their part of the cache.
+ * among the ranks by position. A rank computes all products of the tokens whose positions it owns,
+ * so ranks need one another only in ra_infer and infer_share. In decoding one rank multiplies, and
+ * all attend over their part of the cache.
  *
  *   infer_run          ranks as threads: prefill in chunks, then token after token
  *   infer_run_rank     one rank of processes that a transport connects
- *   infer_message_bytes   what such a transport must be able to carry
+ *   infer_message_bytes   the longest message that such a transport must carry
  *   infer_forward      one call of the model for new tokens of the sequence, on one rank
  *   infer_share        tells all ranks which tokens follow
  *
- * All ranks run the same program on the same tokens, so nothing else is ever sent. */
+ * All ranks run the same program on the same tokens, so nothing else is sent. */
 #if !defined(INFER_ENGINE_H)
 #define INFER_ENGINE_H
 
@@ -20,14 +20,14 @@
 enum { INFER_RANKS = 64, INFER_STOPS = 4, INFER_HEAD_ROWS = 16 };
 enum { INFER_PROMPT, INFER_DECODE, INFER_CACHES };
 
-typedef struct infer_options {         /* 0 where nothing else is said */
+typedef struct infer_options {         /* 0: the default */
     int32_t ranks;                     /* 1 to 64; 0: 1 */
-    int32_t threads;                   /* of all ranks together; those of the ranks always run */
+    int32_t threads;                   /* of all ranks together, and at least one per rank */
     int64_t context;                   /* positions of the cache; 0: prompt and predict */
-    int64_t chunk;                     /* tokens of the prompt in one call; 0: 16 per lane */
+    int64_t chunk;                     /* tokens of the prompt per call; 0: 16 per lane */
     int32_t cache_dtype;               /* RA_F32 (0), RA_F16, RA_BF16, RA_Q8_0 */
     int64_t predict;                   /* tokens to generate at most */
-    int32_t speculate;                 /* tokens that one call verifies; 0, 1: no guesses */
+    int32_t speculate;                 /* tokens that a call verifies; 0, 1: no guesses */
     float temperature;                 /* 0: the likeliest token */
     int32_t top_k;                     /* 0: all */
     float top_p;                       /* 0: all */
@@ -56,7 +56,7 @@ typedef struct infer_engine {          /* shared by the ranks */
     infer_options o;                   /* resolved */
     infer_result *result;
     int32_t reporter;                  /* the rank that calls back and writes the result */
-    int32_t apart;                     /* 1: the other ranks are in other processes */
+    int32_t apart;                     /* 1: every rank is a process */
     int32_t lanes;                     /* of the cache: the bits are those of this many ranks */
     int32_t attend_threads;            /* of a rank in a call of the cache */
     pool pool;
@@ -77,7 +77,7 @@ typedef struct infer_rank {
     float *scratch;                    /* of matmul_run */
     float *logits;                     /* [INFER_HEAD_ROWS][vocabulary] */
     int64_t *own;                      /* [chunk] which of the new tokens are this rank's */
-    int64_t owned, want;               /* want: first new token whose logits are wanted */
+    int64_t owned, want;               /* how many; the first new token whose logits are needed */
     int32_t *next, *heard;             /* [chunk] the token after each new one; -1: not known yet */
     struct infer_choice *choice;       /* [vocabulary] for sampling */
     int32_t *tokens;                   /* [context + 1] */
@@ -136,8 +136,9 @@ static inline ra_status infer_hop_failed(infer_rank *r, ra_status s) {
     return infer_fail(r->e, s, ra_status_text(s));
 }
 
-/* Every rank hears the tokens from `want` to `count` that others chose: from the one before it what
- * that one chose, then from the one 2 before it what those two know, then 4, and so on. */
+/* Gives every rank the chosen tokens from `want` to `count`: each rank receives from the rank
+ * before it what that one has, then from the one 2 before it, which has those of two ranks by now,
+ * then 4, and so on. */
 static inline ra_status infer_share(infer_rank *r, int64_t want, int64_t count) {
     const int32_t ranks = r->e->o.ranks;
     ra_status s = RA_OK;
@@ -164,8 +165,8 @@ static inline int infer_compare(const void *a, const void *b) {
     return x->id < y->id ? -1 : x->id > y->id;
 }
 
-/* The token after the one at `position`. Which one is drawn depends on the seed, the position and
- * the logits alone, so guesses can be verified here as well. */
+/* Chooses the token after the one at `position`. The choice depends on seed, position and logits
+ * alone, so it is the same for a guess that is verified. */
 static inline int32_t infer_sample(const infer_options *o, const float *logits, int64_t count,
                                    int64_t position, infer_choice *choice) {
     int64_t best = 0, n = 0, last;
@@ -251,7 +252,7 @@ static inline void infer_product(const infer_rank *r, const matrix *w, const flo
 
 typedef struct infer_call { ra_cache *cache; ra_status status; } infer_call;
 
-/* One thread of a call. The first stays until the call is done; the others leave when they find
+/* A thread of a call. Thread 0 stays until the call is done; the others leave when they have found
  * nothing to do for a while. */
 static inline void infer_step(void *ctx, int64_t ith) {
     infer_call *c = (infer_call *)ctx;
@@ -278,8 +279,8 @@ static inline ra_status infer_call_run(infer_rank *r, ra_cache *cache, int64_t f
     return c.status;
 }
 
-/* Keys and values of this rank's tokens go into its memory, then its queries see those of all
- * ranks. In the last layer only the tokens have queries whose logits are wanted. */
+/* Stores keys and values of this rank's tokens, then attends its queries to those of all ranks. In
+ * the last layer only tokens whose logits are needed have queries. */
 static inline ra_status infer_attend(infer_rank *r, int32_t layer, int64_t first, int64_t count) {
     const model *m = r->e->m;
     ra_cache *cache = r->cache[r->decoding];
@@ -338,7 +339,7 @@ static inline void infer_embed(infer_rank *r, const int32_t *tokens) {
                          w->data + (size_t)tokens[r->own[i]] * bytes, w->dtype, w->columns);
 }
 
-/* Logits and next tokens of the rows of x from `from` on; the row of new token i is position
+/* Computes logits and next tokens of the rows of x from `from` on. New token i is at position
  * first + i. */
 static inline void infer_head(infer_rank *r, int64_t from, int64_t first) {
     const infer_engine *e = r->e;
@@ -358,8 +359,8 @@ static inline void infer_head(infer_rank *r, int64_t from, int64_t first) {
     }
 }
 
-/* The model for the tokens [first, first + count) of r->tokens; before them everything is cached.
- * From the new token `want` on, r->next gets the token that follows each. */
+/* Runs the model for tokens [first, first + count) of r->tokens; those before them are cached. From
+ * new token `want` on, r->next gets the token that follows each. */
 static inline ra_status infer_forward(infer_rank *r, int64_t first, int64_t count, int64_t want) {
     infer_engine *e = r->e;
     int64_t from = 0;
@@ -405,7 +406,7 @@ static inline int infer_stops(const infer_options *o, int32_t id) {
 /* The rank that calls back and writes the result: the first, or the only one of this process. */
 static inline int infer_reports(const infer_rank *r) { return r->rank == r->e->reporter; }
 
-/* Takes the token that comes next; 1: the text ends with it. */
+/* Appends the next token; 1: the text ends with it. */
 static inline int infer_take(infer_rank *r, int64_t *count, int32_t id) {
     const infer_options *o = &r->e->o;
     r->tokens[(*count)++] = id;
@@ -413,9 +414,10 @@ static inline int infer_take(infer_rank *r, int64_t *count, int32_t id) {
     return infer_stops(o, id) || *count - r->e->result->prompt >= o->predict;
 }
 
-/* Token after token. `count` tokens are known, all but the last one are cached. With guesses one
- * call computes the last token and the guessed ones; they hold as far as each is the token that
- * follows the one before. What is cached beyond is overwritten: fewer tokens count as cached. */
+/* Generates token after token. `count` tokens are known, and all except the last are cached. With
+ * guesses a call computes the last token and the guesses. A guess is right if it is the token that
+ * follows the one before it. What is cached after the right ones is overwritten later: the next
+ * call passes a smaller count. */
 static inline ra_status infer_decode(infer_rank *r, int64_t *count, int64_t *cached) {
     const infer_options *o = &r->e->o;
     ra_status s = RA_OK;
@@ -504,8 +506,8 @@ static inline void infer_divide(infer_rank *r, const model *m, int64_t chunk, in
     r->logits = at;
 }
 
-/* Two objects over one memory. That of the prompt takes the fastest form. That of decoding gives
- * the same bits however many tokens a call has, so that guesses never change the text. */
+/* Two caches over the same memory. That of the prompt takes the fastest form. That of decoding
+ * gives the same bits for any number of tokens per call, so guesses never change the text. */
 static inline ra_status infer_open_cache(infer_rank *r) {
     infer_engine *e = r->e;
     const model *m = e->m;
@@ -629,8 +631,8 @@ static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t 
     return 1;
 }
 
-/* No message of a run is longer: the partial results of a chunk from all lanes. Keys that are
- * longer than that do not travel. */
+/* The longest message of a run: the partial results of a chunk from all lanes. Longer messages of
+ * keys are not sent. */
 static inline size_t infer_message_bytes(const model *m, const infer_options *o, int64_t prompt) {
     const int64_t lanes = o->ranks <= 8 ? 8 : INFER_RANKS, chunk = o->chunk ? o->chunk : 16 * lanes;
     const int64_t context = o->context ? o->context : prompt + o->predict;

@@ -1,7 +1,7 @@
 /* Reads GGUF, versions 2 and 3: named values and named tensors of a model file that is mapped into
  * memory. Nothing in the file is trusted: every count, length and offset is checked before it is
- * used, and a wrong or truncated file ends in a sentence. The data stays where it is; this only
- * notes where each value and tensor begins.
+ * used, and a wrong or truncated file is refused with a sentence. The data is not copied: a value
+ * or tensor points to where it begins in the file.
  *
  *   uint32 magic "GGUF", uint32 version, uint64 tensors, uint64 values
  *   values:  string key, uint32 type, the value (array: uint32 type, uint64 count, elements)
@@ -47,7 +47,7 @@ typedef struct gguf {
     int64_t value_count, tensor_count;
 } gguf;
 
-typedef struct gguf_reader {           /* the bytes from at on are still to be read */
+typedef struct gguf_reader {           /* at: the next byte to read */
     const uint8_t *data;
     size_t at, size;
     char *why;                         /* [INFER_WHY] */
@@ -60,7 +60,7 @@ static inline const char *gguf_type_name(uint32_t type) {
     return type < sizeof names / sizeof *names ? names[type] : type == 30 ? "bf16" : "unknown";
 }
 
-/* As much of a name as a sentence may hold, without what a terminal would act on. */
+/* The beginning of a name that fits `out`, with ? for control characters. */
 static inline const char *gguf_show(gguf_text t, char *out, size_t bytes) {
     size_t i, n = t.size < bytes - 1 ? t.size : bytes - 1;
     for (i = 0; i < n; i++)
@@ -79,7 +79,8 @@ static inline uint64_t gguf_little(const uint8_t *p, int bytes) {
     return x;
 }
 
-/* Where n bytes begin that `what` names in a refusal; null: they are not there. */
+/* Reads n bytes and returns where they begin; null: the file ends before that. what: their name in
+ * the sentence. */
 static inline const uint8_t *gguf_bytes(gguf_reader *r, uint64_t n, const char *what) {
     const uint8_t *p = r->data + r->at;
     if (n > r->size - r->at) {
@@ -148,7 +149,7 @@ static inline int gguf_read_value(gguf_reader *r, gguf_value *v) {
     return gguf_bytes(r, v->count * gguf_type_bytes(v->type), "the elements of a value") != NULL;
 }
 
-/* Sizes and type; data is the offset for now. */
+/* Reads the name, sizes and type of a tensor, and the offset of its data. */
 static inline int gguf_read_tensor(gguf_reader *r, gguf_tensor *t, uint64_t *offset) {
     char name[64];
     uint64_t dims = 0, size = 0, type = 0;
@@ -188,6 +189,7 @@ static inline uint64_t gguf_row_bytes(int32_t dtype, int64_t n) {
     return (uint64_t)n * (dtype == RA_F32 ? 4 : 2);
 }
 
+/* Sets where the data of a tensor begins, if all of it is in the file. */
 static inline int gguf_place_tensor(gguf_reader *r, gguf_tensor *t, uint64_t offset,
                                     uint64_t alignment) {
     char name[64];
@@ -254,6 +256,14 @@ static inline gguf_text gguf_next_string(const uint8_t **p) {
     return t;
 }
 
+/* The text of a value; without characters if there is no value, or one of another type. */
+static inline gguf_text gguf_text_of(const gguf_value *v) {
+    gguf_text none = { NULL, 0 };
+    if (!v || v->type != GGUF_STRING || v->is_array) return none;
+    const uint8_t *p = v->data;
+    return gguf_next_string(&p);
+}
+
 static inline void gguf_close(gguf *g) {
     free(g->values);
     free(g->tensors);
@@ -275,7 +285,7 @@ static inline int gguf_read_head(gguf_reader *r, gguf *g) {
     }
     if (!gguf_number(r, 8, "the number of tensors", &tensors)) return 0;
     if (!gguf_number(r, 8, "the number of values", &values)) return 0;
-    /* A value has at least 13 bytes and a tensor 32, so more than that cannot be there. */
+    /* A value has at least 13 bytes and a tensor 32. */
     if (values > r->size / 13 || tensors > r->size / 32) {
         snprintf(r->why, INFER_WHY, "the file has %llu bytes, too few for %llu values and %llu "
                  "tensors", (unsigned long long)r->size, (unsigned long long)values,
@@ -314,8 +324,8 @@ static inline int gguf_read_all(gguf_reader *r, gguf *g, uint64_t *offset) {
     return 1;
 }
 
-/* Opens the file in data, aligned to at least 32 bytes (mapped memory is), which must
- * stay there. 0: why says what is wrong; then there is nothing to close. */
+/* Opens the file in `data`, which is aligned to at least 32 bytes (mapped memory is) and must stay
+ * there until gguf_close. 0: see `why`; then there is nothing to close. */
 static inline int gguf_open(gguf *g, const void *data, size_t size, char why[INFER_WHY]) {
     gguf_reader r;
     uint64_t *offset = NULL;

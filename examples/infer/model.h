@@ -1,6 +1,6 @@
 /* A model of the Llama family as a GGUF file has it: its shape, and where its matrices are. What
- * the engine could not compute exactly is refused with a sentence, and so is every tensor that it
- * does not know. */
+ * the engine cannot compute exactly is refused with a sentence, and so is every tensor that it does
+ * not know. */
 #if !defined(INFER_MODEL_H)
 #define INFER_MODEL_H
 
@@ -19,8 +19,8 @@ typedef struct model_layer {
 typedef struct model {
     int32_t layers, heads, kv_heads, dim;              /* dim: of a head, of keys and values */
     int64_t hidden, feed, vocabulary, context, window; /* window: latest positions seen; 0: all */
-    int32_t rope_dims;                 /* of a head's dims that turn, from the first */
-    int32_t rope_halves;               /* 1: dim i turns with i + rope_dims / 2; 0: with i + 1 */
+    int32_t rope_dims;                 /* the first dims of a head, which are rotated in pairs */
+    int32_t rope_halves;               /* 1: pairs of i and i + rope_dims / 2; 0: of i and i + 1 */
     double rope_base, rope_scale;      /* positions are divided by rope_scale */
     const float *rope_factors;         /* [rope_dims / 2] or null: frequencies are divided by it */
     float epsilon;                     /* of RMSNorm */
@@ -45,7 +45,7 @@ static inline const gguf_value *model_value(const model_reader *r, const char *k
     return gguf_find(r->g, full);
 }
 
-/* A number of the file, or `otherwise` where there is none. */
+/* A number of the file, or `otherwise` if there is none. */
 static inline int model_number(const model_reader *r, const char *key, double least, double most,
                                double otherwise, double *out) {
     const gguf_value *v = model_value(r, key);
@@ -82,7 +82,7 @@ static inline int model_refuse(const model_reader *r, const gguf_tensor *t, int6
     return 0;
 }
 
-/* Layer -1: a tensor of no layer. 0: it is not there, or not of this size. */
+/* A tensor of a layer, or with layer -1 of none; null: it is missing. */
 static inline const gguf_tensor *model_tensor(model_reader *r, int32_t layer, const char *what,
                                               int required) {
     char name[128];
@@ -108,7 +108,7 @@ static inline int model_matrix(model_reader *r, int32_t layer, const char *what,
     return 1;
 }
 
-/* null where a tensor that is not required is missing. */
+/* *out is null if a tensor that is not required is missing. */
 static inline int model_vector(model_reader *r, int32_t layer, const char *what, int64_t n,
                                int required, const float **out) {
     const gguf_tensor *t = model_tensor(r, layer, what, required);
@@ -176,14 +176,10 @@ static inline int model_read_rope(model_reader *r) {
     model *m = r->m;
     const gguf_value *kind = model_value(r, "rope.scaling.type");
     int64_t dims;
-    char name[64] = "";
-    gguf_text text = { NULL, 0 };
+    const gguf_text text = gguf_text_of(kind);
+    char name[64];
+    gguf_show(text, name, sizeof name);
     m->rope_scale = 1;
-    if (kind && kind->type == GGUF_STRING && !kind->is_array) {
-        const uint8_t *p = kind->data;
-        text = gguf_next_string(&p);
-        gguf_show(text, name, sizeof name);
-    }
     if (!model_integer(r, "rope.dimension_count", m->dim, m->dim, &dims) ||
         !model_number(r, "rope.freq_base", 1, 1e12, 10000, &m->rope_base))
         return 0;
@@ -244,23 +240,18 @@ static inline void model_close(model *m) {
     memset(m, 0, sizeof *m);
 }
 
-/* The model in a file, which must stay open. 0: why; then there is nothing to close. */
+/* The model of a file, which must stay open. 0: see `why`; then there is nothing to close. */
 static inline int model_open(model *m, const gguf *g, char why[INFER_WHY]) {
     static const struct { const char *name; int halves; } known[] = {
         { "llama", 0 }, { "mistral", 0 }, { "qwen2", 1 }, { "qwen3", 1 } };
-    const gguf_value *v = gguf_find(g, "general.architecture");
+    const gguf_text text = gguf_text_of(gguf_find(g, "general.architecture"));
     model_reader r;
-    gguf_text text = { NULL, 0 };
     int ok = 0;
     memset(m, 0, sizeof *m);
     r.g = g;
     r.m = m;
     r.used = 0;
     r.why = why;
-    if (v && v->type == GGUF_STRING && !v->is_array) {
-        const uint8_t *p = v->data;
-        text = gguf_next_string(&p);
-    }
     gguf_show(text, m->name, sizeof m->name);
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         if (!gguf_is(text, known[i].name)) continue;

@@ -1,7 +1,7 @@
 /* Text to tokens and back, by the vocabulary in a GGUF file: byte-level BPE ("gpt2", with the word
- * rules of GPT-2, Llama 3 and Qwen 2) and SentencePiece ("llama", with its bytes for what is in no
- * token). Both join pairs of neighbours, the best pair first; they differ in what is best: the rank
- * of a merge, or the score of the result. */
+ * rules of GPT-2, Llama 3 and Qwen 2) and SentencePiece ("llama"; characters without a token become
+ * tokens of their bytes). Both join neighbouring pairs, the best pair first. The best pair is that
+ * of the lowest merge for BPE, and that with the highest score of the result for SentencePiece. */
 #if !defined(INFER_TOKENIZER_H)
 #define INFER_TOKENIZER_H
 
@@ -26,7 +26,7 @@ typedef struct tokenizer {
     token_merge *merge;                /* hash of pairs; left -1: free */
     uint32_t slots, merges;            /* powers of two */
     int32_t byte[256];                 /* the token of a byte or -1 */
-    int32_t *special;                  /* tokens that stand for themselves in a text */
+    int32_t *special;                  /* tokens that a text may contain literally */
     int32_t specials;
     uint8_t special_first[256];        /* 1: a special token begins with this byte */
     int32_t bos, eos, eot, unknown;    /* -1: none */
@@ -51,7 +51,7 @@ static inline uint32_t token_hash(const char *s, size_t n) {
     return h ^ h >> 15;
 }
 
-/* The slot of a text: its token's, or the free one where it would be. */
+/* The slot of the token with a text, or the free slot for it. */
 static inline uint32_t token_slot(const tokenizer *t, const char *s, size_t n) {
     uint32_t at = token_hash(s, n) & (t->slots - 1);
     while (t->slot[at] >= 0 && (t->text[t->slot[at]].size != n ||
@@ -73,7 +73,7 @@ static inline token_merge *token_pair(const tokenizer *t, int32_t left, int32_t 
 }
 
 /* -------------------------------------------------------------------------- characters */
-/* The character at s and its length. A byte that begins none counts as one by itself. */
+/* Reads the character at s; returns its length. A byte that begins no character counts as one. */
 static inline int utf8_read(const char *s, size_t n, uint32_t *c) {
     const uint8_t *p = (const uint8_t *)s;
     const int len = p[0] < 0x80 ? 1 : p[0] < 0xC2 ? 0 : p[0] < 0xE0 ? 2 : p[0] < 0xF0 ? 3
@@ -101,8 +101,8 @@ static inline int utf8_write(uint32_t c, char *s) {
     return 3;
 }
 
-/* Byte-level BPE writes bytes as characters: those that print as themselves, the others from 256
- * on, in order. */
+/* Byte-level BPE writes bytes as characters: printable ones as themselves, the others in order from
+ * 256 on. */
 static inline uint32_t byte_character(int b) {
     uint32_t others = 0;
     for (int i = 0; i <= b; i++) {
@@ -115,8 +115,8 @@ static inline uint32_t byte_character(int b) {
 }
 
 /* -------------------------------------------------------------------------- words
- * A text is cut into words before pairs are joined. These are the regular expressions that come
- * with the vocabularies, by hand. i is a byte that begins a character; each returns the end. */
+ * A text is cut into words before pairs are joined. These functions match the regular expressions
+ * that come with the vocabularies. A word begins at byte i; each function returns its end. */
 typedef struct letters { const char *s; size_t n; } letters;
 
 enum { IS_END, IS_LETTER, IS_NUMBER, IS_NEWLINE, IS_SPACE, IS_OTHER };
@@ -130,7 +130,7 @@ static inline int char_kind(letters t, size_t i, size_t *next) {
          : unicode_letter(c) ? IS_LETTER : unicode_number(c) ? IS_NUMBER : IS_OTHER;
 }
 
-/* The end of up to `most` characters of one kind. */
+/* The end of a run of up to `most` characters of one kind. */
 static inline size_t char_run(letters t, size_t i, int kind, int64_t most) {
     size_t next;
     while (most-- > 0 && char_kind(t, i, &next) == kind) i = next;
@@ -163,7 +163,7 @@ static inline size_t word_blank(letters t, size_t i, int newlines) {
         if (kind == IS_NEWLINE) newline = end;
     }
     if (newlines && newline > i) return newline;
-    return end < t.n && last > i ? last : end;         /* the last blank belongs to what follows */
+    return end < t.n && last > i ? last : end;         /* the last blank belongs to the next word */
 }
 
 static inline size_t word_end_gpt2(letters t, size_t i) {
@@ -277,7 +277,7 @@ static inline void join_all(joiner *j, int64_t pieces) {
     }
 }
 
-/* What is left of a piece that is no token: its bytes, or the unknown token. */
+/* Appends the tokens of the bytes of a piece that has no token, or the unknown token. */
 static inline int join_bytes(const tokenizer *t, const char *s, size_t n, token_ids *ids) {
     for (size_t i = 0; i < n; i++) {
         const int32_t id = t->byte[(uint8_t)s[i]];
@@ -357,7 +357,7 @@ static inline int tokens_of_spm(const tokenizer *t, const char *s, size_t n, tok
     return ok;
 }
 
-/* The longest special token that the text has at s, or -1. */
+/* The longest special token with which the text at s begins, or -1. */
 static inline int32_t token_special(const tokenizer *t, const char *s, size_t n) {
     int32_t best = -1;
     if (!t->special_first[(uint8_t)s[0]]) return -1;
@@ -370,8 +370,8 @@ static inline int32_t token_special(const tokenizer *t, const char *s, size_t n)
     return best;
 }
 
-/* Appends the tokens of a text, after the token of its beginning if the vocabulary wants one. 0: no
- * memory, or a byte that the vocabulary lacks. */
+/* Appends the tokens of a text, after the token of a beginning if the vocabulary requires it. 0: no
+ * memory, or the vocabulary lacks a byte of the text. */
 static inline int tokenize(const tokenizer *t, const char *s, size_t n, token_ids *ids) {
     size_t from = 0, i = 0;
     if (t->add_bos && t->bos >= 0 && !token_append(ids, t->bos)) return 0;
@@ -389,7 +389,8 @@ static inline int tokenize(const tokenizer *t, const char *s, size_t n, token_id
 }
 
 /* -------------------------------------------------------------------------- back to text */
-/* Writes the bytes of a token that fit out, and returns how many. A control token has none. */
+/* Writes the bytes of a token, as far as there is room, and returns how many. A control token has
+ * none. */
 static inline size_t token_bytes(const tokenizer *t, int32_t id, char *out, size_t room) {
     size_t at = 0;
     if (id < 0 || id >= t->count || t->type[id] == TOKEN_CONTROL) return 0;
@@ -528,7 +529,7 @@ static inline void tokenizer_bytes(tokenizer *t) {
     }
 }
 
-/* A token that a value names, or -1. */
+/* The token whose number a value has, or -1. */
 static inline int32_t tokenizer_named(const tokenizer *t, const gguf *g, const char *key) {
     const gguf_value *v = gguf_find(g, key);
     if (!v || v->is_array || v->type == GGUF_STRING) return -1;
@@ -545,14 +546,9 @@ static inline int tokenizer_word_rule(tokenizer *t, const gguf *g, char *why) {
     static const struct { const char *name; int words; } known[] = {
         { "gpt-2", WORDS_GPT2 }, { "llama-bpe", WORDS_LLAMA3 }, { "llama3", WORDS_LLAMA3 },
         { "llama-v3", WORDS_LLAMA3 }, { "qwen2", WORDS_QWEN2 } };
-    const gguf_value *v = gguf_find(g, "tokenizer.ggml.pre");
+    const gguf_text pre = gguf_text_of(gguf_find(g, "tokenizer.ggml.pre"));
     char name[64] = "none";
-    gguf_text pre = { NULL, 0 };
-    if (v && v->type == GGUF_STRING && !v->is_array) {
-        const uint8_t *p = v->data;
-        pre = gguf_next_string(&p);
-        gguf_show(pre, name, sizeof name);
-    }
+    if (pre.size) gguf_show(pre, name, sizeof name);
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         t->words = known[i].words;
         if (gguf_is(pre, known[i].name)) return 1;
@@ -562,18 +558,13 @@ static inline int tokenizer_word_rule(tokenizer *t, const gguf *g, char *why) {
     return 0;
 }
 
-/* The tokenizer of a file. The texts stay in the file. 0: why; then there is nothing to close. */
+/* The tokenizer of a file, which must stay open. 0: see `why`; then there is nothing to close. */
 static inline int tokenizer_open(tokenizer *t, const gguf *g, char why[INFER_WHY]) {
-    const gguf_value *v = gguf_find(g, "tokenizer.ggml.model");
+    const gguf_text kind = gguf_text_of(gguf_find(g, "tokenizer.ggml.model"));
     char name[64] = "none";
-    gguf_text kind = { NULL, 0 };
     int ok;
     memset(t, 0, sizeof *t);
-    if (v && v->type == GGUF_STRING && !v->is_array) {
-        const uint8_t *p = v->data;
-        kind = gguf_next_string(&p);
-        gguf_show(kind, name, sizeof name);
-    }
+    if (kind.size) gguf_show(kind, name, sizeof name);
     t->kind = gguf_is(kind, "gpt2") ? TOKENIZER_BPE
             : gguf_is(kind, "llama") ? TOKENIZER_SPM : TOKENIZER_NONE;
     if (t->kind == TOKENIZER_NONE) {
