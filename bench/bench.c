@@ -8,6 +8,7 @@
  *   make bench ONLY=ways          what the choice between passing queries and keys costs
  *   make bench ONLY=forms         what bits that depend on nothing but the row cost in a cache
  *   make bench ONLY=checksum      how fast CRC-32C is, and what it costs a pass that copies
+ *   make bench ONLY=batch         one token of each of 16 short sequences, on 1, 2 and 4 ranks
  *   make bench ONLY=first         time to first token and tokens per second, prompts up to 128K;
  *                                 ONLY="first 8192": of one length, 2048 times a power of 4
  *   bench --only WORDS --json FILE --chunk N --long --processor-time
@@ -80,6 +81,7 @@ typedef struct row {
     int32_t dim, v_dim, q_heads, kv_heads;
     int64_t tokens, kv_tokens;         /* of all ranks together */
     int32_t threads, ranks;            /* threads of all ranks together */
+    int32_t sequences;                 /* of a cache; each has the tokens above */
 } row;
 
 typedef struct result {
@@ -527,12 +529,13 @@ static void ring_part(void *ctx, int ith, int nth) {
 /* ---------------------------------------------------------------------------- sharded caches
  * The same with ra_infer: decoding with the queries on all ranks, prefill with those of its own
  * positions on each. */
+enum { BATCH = 16 };                   /* most sequences */
 typedef struct cache_load {
     ra_world *world;
     ra_cache *cache[MAX_THREADS];
     ra_tensors t[MAX_THREADS];
     int32_t ranks, calls;              /* calls: per part */
-    int64_t cached, fresh;
+    int64_t cached[BATCH], fresh[BATCH];
     uint64_t call[MAX_THREADS];        /* of each thread */
     ra_error error;
     ra_status status;
@@ -545,8 +548,10 @@ static void cache_make(const row *r, const data *x, const ra_cache_desc *cd, cac
     wd.ranks = l->ranks = r->ranks;
     wd.error = &l->error;
     l->calls = 1;
-    l->fresh = r->tokens;
-    l->cached = r->kv_tokens - r->tokens;
+    for (int b = 0; b < r->sequences; b++) {
+        l->fresh[b] = r->tokens;
+        l->cached[b] = r->kv_tokens - r->tokens;
+    }
     l->status = ra_world_create(&l->world, &wd);
     for (int i = 0; i < r->ranks && l->status == RA_OK; i++) {
         ra_desc d = desc_make(r);
@@ -556,14 +561,15 @@ static void cache_make(const row *r, const data *x, const ra_cache_desc *cd, cac
         d.ranks = r->ranks;
         d.rank = i;
         d.threads = r->threads / r->ranks;
+        d.sequences = r->sequences;
         d.error = &l->error;
         l->status = ra_cache_create(&l->cache[i], &d, ra_world_transport(l->world, i), cd);
         if (l->status != RA_OK) return;
-        held = ra_cache_rows(l->cache[i]) * r->kv_heads;
+        held = ra_cache_rows(l->cache[i]) * r->kv_heads * r->sequences;
         l->t[i].q.data = x->q;
         l->t[i].k.data = map_random(held * r->dim, r->dtype, 10 + (uint32_t)i);
         l->t[i].v.data = map_random(held * r->v_dim, r->dtype, 20 + (uint32_t)i);
-        l->t[i].o.data = map((size_t)(r->tokens * r->q_heads * r->v_dim * 4));
+        l->t[i].o.data = map((size_t)(r->sequences * r->tokens * r->q_heads * r->v_dim * 4));
     }
 }
 
@@ -579,8 +585,8 @@ static void cache_part(void *ctx, int ith, int nth) {
     ra_infer_job job;
     memset(&job, 0, sizeof job);
     job.tensors = &l->t[rank];
-    job.cached = &l->cached;
-    job.fresh = &l->fresh;
+    job.cached = l->cached;
+    job.fresh = l->fresh;
     for (int32_t i = 0; i < l->calls; i++) {
         ra_status s = RA_AGAIN;
         job.ticket = ++l->call[ith];
@@ -911,7 +917,7 @@ static row row_make(int32_t kind, int32_t isa, int32_t dtype, int32_t mask, int3
     r.dim = r.v_dim = dim;
     r.q_heads = r.kv_heads = 8;
     r.tokens = r.kv_tokens = tokens;
-    r.threads = r.ranks = 1;
+    r.threads = r.ranks = r.sequences = 1;
     return r;
 }
 
@@ -1344,8 +1350,8 @@ static void print_plans(void) {
 enum { WAY_NEW = 1024, WAY_CACHED = 32768 };
 
 static double way_seconds(cache_load *l, int64_t fresh, int64_t cached) {
-    l->fresh = fresh;
-    l->cached = cached;
+    l->fresh[0] = fresh;
+    l->cached[0] = cached;
     return pool_run(cache_part, l, l->ranks);
 }
 
@@ -1583,8 +1589,8 @@ enum { FIRST_LAYERS = 8, FIRST_CHUNK = 256, FIRST_RANKS = 3 };
 
 static double first_seconds(cache_load *l, int threads, int64_t fresh, int64_t cached, double was) {
     double t;
-    l->fresh = fresh;
-    l->cached = cached;
+    l->fresh[0] = fresh;
+    l->cached[0] = cached;
     t = pool_run(cache_part, l, threads);
     return t < was ? t : was;
 }
@@ -1622,6 +1628,47 @@ static void print_first(int64_t prompt) {
     unmap_all();
 }
 
+/* ---------------------------------------------------------------------------- batches
+ * A call that decodes one token of each of several sequences, 32/8 heads of 128, bf16, on one rank
+ * of two threads and on 2 and 4 ranks of one thread. The ranks are timed in turn, and the shortest
+ * time of each counts. */
+static void print_batches(void) {
+    static const int64_t keys[] = { 64, 256, 1024 };
+    for (int i = 0; i < 3; i++) {
+        static cache_load all[FIRST_RANKS];
+        double best[FIRST_RANKS] = { 1e9, 1e9, 1e9 };
+        for (int p = 0; p < FIRST_RANKS; p++) {
+            row r = cache_row(CACHE, ra_isa_best(), RA_BF16, BATCH);
+            ra_cache_desc cd;
+            memset(&cd, 0, sizeof cd);
+            cd.queries = RA_QUERIES_ALL;
+            r.kv_tokens = keys[i];
+            r.ranks = 1 << p;
+            r.threads = p ? r.ranks : 2;
+            const data x = data_make(&r);
+            r.sequences = BATCH;
+            r.tokens = 1;
+            cache_make(&r, &x, &cd, &all[p]);
+            all[p].calls = 20;
+            if (all[p].status != RA_OK) failed_rows++;
+        }
+        for (int n = 0; n < 40 && !failed_rows; n++)
+            for (int p = 0; p < FIRST_RANKS; p++) {
+                const double t = pool_run(cache_part, &all[p], p ? 1 << p : 2) / all[p].calls;
+                best[p] = t < best[p] ? t : best[p];
+            }
+        for (int p = 0; p < FIRST_RANKS && !failed_rows; p++)
+            printf("batch %d sequences of 1 over %5lld keys ranks %d: %8.1f us, %.3f x one rank\n",
+                   BATCH, (long long)keys[i], 1 << p, best[p] * 1e6, best[0] / best[p]);
+        fflush(stdout);
+        for (int p = 0; p < FIRST_RANKS; p++) {
+            if (all[p].status != RA_OK) failed_rows++;
+            cache_free(&all[p]);
+        }
+        unmap_all();
+    }
+}
+
 /* The names for ONLY=. */
 static void print_kinds(void) {
     printf("rows:\n");
@@ -1630,6 +1677,7 @@ static void print_kinds(void) {
     printf("  %-10s %s\n", "ways", "passing queries or keys, over a cache of 2 and 4 ranks");
     printf("  %-10s %s\n", "forms", "what bits that depend on nothing but the row cost");
     printf("  %-10s %s\n", "checksum", "CRC-32C, and what it costs a pass");
+    printf("  %-10s %s\n", "batch", "one token of each of 16 short sequences, on ranks");
     printf("  %-10s %s\n", "first", "time to first token and tokens per second, on ranks");
 }
 
@@ -1675,7 +1723,7 @@ static void clear_progress(void) {
 int main(int argc, char **argv) {
     char words[512] = "";
     const char *json = "build/bench.json";
-    int large = 0, kept = 0, plans, ways, forms, checksums, first;
+    int large = 0, kept = 0, plans, ways, forms, checksums, first, batches;
     double begin;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--json") == 0 && i + 1 < argc) json = argv[++i];
@@ -1692,6 +1740,7 @@ int main(int argc, char **argv) {
     forms = !words[0] || strcmp(words + strspn(words, " "), "forms") == 0;
     checksums = !words[0] || strcmp(words + strspn(words, " "), "checksum") == 0;
     first = strncmp(words + strspn(words, " "), "first", 5) == 0;
+    batches = !words[0] || strcmp(words + strspn(words, " "), "batch") == 0;
     if (strcmp(words + strspn(words, " "), "help") == 0) { print_kinds(); return 0; }
     add_all(large);
     for (int i = 0; i < row_count; i++) {
@@ -1714,12 +1763,13 @@ int main(int argc, char **argv) {
         if (results[i].done) print_row(&rows[i], &results[i]);
     }
     printf("%d rows in %.0f s%s\n", row_count, now_s() - begin,
-           row_count || plans || ways || forms || checksums || first
+           row_count || plans || ways || forms || checksums || first || batches
                ? "" : ": nothing matches, try ONLY=help");
     if (plans) print_plans();
     if (ways) print_ways();
     if (forms) print_forms();
     if (checksums) print_checksums();
+    if (batches) print_batches();
     for (int64_t n = 2048; first && n <= 131072; n *= 4) {
         const int64_t only = strtoll(words + strspn(words, " ") + 5, NULL, 10);
         if (!only || only == n) print_first(n);
@@ -1730,5 +1780,5 @@ int main(int argc, char **argv) {
     }
     if (write_json(json) != 0) return 1;
     return failed_rows != 0 ||
-           (row_count == 0 && !plans && !ways && !forms && !checksums && !first);
+           (row_count == 0 && !plans && !ways && !forms && !checksums && !first && !batches);
 }
