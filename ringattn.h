@@ -323,8 +323,7 @@ extern "C" {
  * RA_E_PEER or RA_E_TIMEOUT instead. All other fields are local.
  *
  * Units. Strides are bytes, dims are elements, positions are tokens, *_ns is nanoseconds and *_s
- * seconds. Shapes are written with B sequences, Hq and Hkv heads, and Dk and Dv elements per row of
- * K and of V.
+ * seconds. Shapes have B sequences, Hq and Hkv heads, and Dk and Dv elements per row of K and V.
  *
  * Lifetimes. Arrays of a descriptor are copied by ra_plan_create; one call on one rank reads them
  * during the call. Destroy rings first, then transports (worlds), then plans. */
@@ -501,8 +500,7 @@ typedef struct ra_mask {
     int64_t window;                    /* number of latest keys seen, the query's own included; 0:
                                         * no limit. (Other libraries' window_left is window - 1) */
     int64_t right_limit;               /* NONE: number of keys seen after the query's own; 0: no
-                                        * limit. (For window_right = 0 of other libraries use
-                                        * CAUSAL) */
+                                        * limit. (Other libraries' window_right = 0 is CAUSAL) */
     int64_t prefix;                    /* prefix-LM: queries of the document see these first tokens
                                         * even if they come later; a window still applies (use keep
                                         * for tokens that no window hides) */
@@ -517,8 +515,7 @@ typedef struct ra_mask {
 
 /* -------------------------------------------------------------------------- layout. AGREED.
  * Which rank holds which positions: of the queries [q_offset, q_offset + tokens) and, cut in the
- * same way, of the keys [0, kv_tokens). Any length will do, shards may be empty, and nothing is
- * padded.
+ * same way, of the keys [0, kv_tokens). Any length, also empty shards; nothing is padded.
  *   CONTIGUOUS  rank r holds the r-th piece.
  *   ZIGZAG      rank r holds two: the r-th from the front, then the r-th from the back.
  *   STRIPED     rank r holds positions r, r + ranks, ...
@@ -676,8 +673,7 @@ typedef struct ra_bias_out {
 typedef struct ra_tensors {
     ra_in  q, k, v;                    /* [B][rows of this rank][Hq or Hkv][Dk or Dv] */
     ra_out o;                          /* [B][rows][Hq][Dv], every row is written. An f32 o holds
-                                        * the running sums: it is undefined until the pass is
-                                        * done */
+                                        * running sums: it is undefined until the pass is done */
     ra_out lse;                        /* f32 [B][rows][Hq], a view with rows of one element;
                                         * natural log of the sum of exp of the final scores, sink
                                         * included. A row without keys: the sink, or -inf without
@@ -815,30 +811,29 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
 typedef struct ra_plan ra_plan;
 typedef struct ra_transport ra_transport;
 
-/* Makes the schedule of d->rank, or refuses with d->error filled. No schedule can deadlock. One
- * allocation from a (null: malloc). It takes time in proportion to tokens / RA_BLOCK_TOKENS +
- * chunks * ranks / 64 (INTERVALS: tokens instead), and memory of 2 bits per rank and chunk and some
- * hundred bytes per chunk. It needs no network and no workspace. d and its arrays are copied.
- * Threads, rings and layers may share a plan. */
+/* Makes the schedule of d->rank, or refuses d. No schedule can deadlock. Needs no network and no
+ * workspace, and copies d and its arrays. Allocates once, from a (null: malloc), 2 bits per rank
+ * and chunk and some hundred bytes per chunk. The time grows with tokens / RA_BLOCK_TOKENS + chunks
+ * * ranks / 64 (INTERVALS: with tokens). Threads, rings and layers may share a plan. */
 RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a);
 RINGATTN_API void      ra_plan_destroy(ra_plan *plan);               /* null is fine */
 
-/* Which positions of a sequence's queries, or keys, a rank holds, in the order of its rows. Returns
- * how many runs there are and writes at most max_runs; ARRAY has none. -1: bad argument. */
+/* The positions of a sequence's queries, or keys, that a rank holds, in the order of its rows.
+ * Returns how many runs there are (ARRAY: 0) and writes at most max_runs. -1: bad argument. */
 RINGATTN_API int32_t ra_plan_q_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
                                     ra_run *runs, int32_t max_runs);
 RINGATTN_API int32_t ra_plan_k_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
                                     ra_run *runs, int32_t max_runs);
 
 /* One pass of one rank. A tile is RA_BLOCK_TOKENS x RA_BLOCK_TOKENS tokens (fewer at the end of a
- * run) of one head; tiles are empty, partial or full by the bounds of their rows. */
+ * run) of one head. The bounds of its rows say whether it is empty, partial or full. */
 typedef struct ra_pass_figures {
     double  flops;                     /* multiply and add count 2: forward 2 (Dk + Dv) Hq pairs,
                                         * backward 2 (3 Dk + 2 Dv) Hq pairs */
     int64_t tiles_empty, tiles_partial, tiles_full; /* ARRAY: all partial, positions are unknown */
     int64_t chunks_in, chunks_out;     /* messages */
     int64_t bytes_in, bytes_out;       /* on the wire, frames included, where messages are copied */
-    int64_t shared_bytes_in, shared_bytes_out; /* the same with RA_CAP_SHARED: addresses only, and
+    int64_t shared_bytes_in, shared_bytes_out; /* the same with RA_CAP_SHARED: only addresses, and
                                         * the notices that end the pass */
     int64_t state_bytes;               /* of workspace_bytes: forward the running m and l, and the
                                         * sums of the local queries unless an f32 o holds them;
@@ -846,34 +841,35 @@ typedef struct ra_pass_figures {
     int64_t chunk_bytes;               /* largest message, which is the size of a buffer */
     int32_t travel;                    /* RA_TRAVEL_KV or RA_TRAVEL_Q */
     int32_t direction;                 /* +1: chunks go to rank + 1; -1: to rank - 1 */
-    int32_t bits_any_ranks;            /* 1: forward o and lse, backward (from equal o and lse) d_q,
-                                        * d_k and d_v have the same bits for every number of ranks
-                                        * with this property, this layout.kind and mask */
+    int32_t bits_any_ranks;            /* 1: o and lse, or (from equal o and lse) d_q, d_k and d_v,
+                                        * have the same bits in every plan of this layout.kind and
+                                        * mask that reports 1, for any number of ranks */
 } ra_pass_figures;
 
-/* What passes of a plan do on one rank. Counters of a run (ra_ring_counters) equal these figures;
- * counts stop at INT64_MAX. For the plan's own rank the answer is stored; for another it takes time
- * in proportion to that rank's rows and all chunks. */
+/* What passes of a plan do on one rank. The counters of a run (ra_ring_counters) equal these
+ * figures. Counts stop at INT64_MAX. The figures of the plan's own rank are stored; those of
+ * another take time in proportion to that rank's rows and all chunks. */
 typedef struct ra_plan_report {
     ra_pass_figures forward, backward; /* backward: all 0 without d.train */
     int64_t q_rows, k_rows;            /* rows of the longest sequence on this rank */
-    int64_t pairs;                     /* visible (query, key) pairs of one head */
-    int64_t hops, hops_skipped;        /* forward, per sequence: other ranks whose keys reach this
-                                        * rank, and those whose keys do not, because neither it nor
-                                        * a rank after it needs them */
+    int64_t pairs;                     /* (query, key) pairs of one head that see each other, of all
+                                        * sequences; ARRAY: all pairs */
+    int64_t hops, hops_skipped;        /* forward, of all sequences: other ranks whose keys reach
+                                        * this rank, and those whose keys do not, because neither it
+                                        * nor a rank after it needs them */
     int64_t resident_bytes;            /* your q, k, v, o and lse of this rank, packed */
-    int64_t workspace_bytes;           /* of a ring that copies, to the byte; with d.train the
-                                        * largest of both passes and of a forward pass of a plan
-                                        * without d.train */
-    int64_t shared_workspace_bytes;    /* of a ring with RA_CAP_SHARED, to the byte */
+    int64_t workspace_bytes;           /* exact, of a ring that copies; with d.train the most of
+                                        * both passes and of a forward pass of the same plan without
+                                        * d.train */
+    int64_t shared_workspace_bytes;    /* exact, of a ring with RA_CAP_SHARED */
     int32_t order;                     /* RA_ORDER_* */
     int32_t chunk_tokens, buffers;     /* as resolved */
 } ra_plan_report;
 RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_report *out);
 
 /* How long a forward pass takes at given rates: simulates all transfers, buffers and tiles that are
- * not empty (each counted whole). A model, not a measurement. It takes time in proportion to chunks
- * * ranks, and 8 bytes per rank and chunk while it runs. */
+ * not empty (each counted whole). A model, not a measurement. Takes time in proportion to chunks *
+ * ranks, and allocates about 8 bytes per rank and chunk while it runs. */
 typedef struct ra_prediction {         /* seconds */
     double compute_s;                  /* this rank computes */
     double transfer_s;                 /* the link into this rank is busy */
@@ -881,60 +877,59 @@ typedef struct ra_prediction {         /* seconds */
     double hidden_s;                   /* the part of transfer_s during which this rank computes */
     double done_s;                     /* until this rank is done */
     double all_done_s;                 /* until the last rank is done */
-    double bound_s;                    /* all_done_s with any number of buffers. Without a mask and
-                                        * without rounds the last rank's own keys come last: then at
-                                        * most 1 - 1 / ranks of a transfer as long as computing can
-                                        * be hidden. Causal ZIGZAG has no such limit */
+    double bound_s;                    /* all_done_s with unlimited buffers. Without a mask and
+                                        * without rounds the last rank's own keys come last: at most
+                                        * 1 - 1 / ranks of a transfer that takes as long as
+                                        * computing can be hidden. Causal ZIGZAG has no limit */
 } ra_prediction;
 RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const ra_rates *rates,
                                        ra_prediction *out);
 
 /* ========================================================================== L2: ring
- * A ring runs one pass at a time and serves any number of plans. Ranks start the same passes in the
- * same order; nothing else matches them up. */
+ * A ring runs one pass at a time and serves any number of plans. All ranks must start the same
+ * passes in the same order: nothing else matches them. */
 typedef struct ra_ring ra_ring;
 
 enum { RA_EV_TILE = 1, RA_EV_SEND, RA_EV_RECV, RA_EV_WAIT, RA_EV_PASS, RA_EV_FAIL,
        RA_EV_BEGIN, RA_EV_POST_SEND, RA_EV_POST_RECV, /* a pass begins; a message may be posted */
        RA_EV_TOLD, RA_EV_HEARD,        /* a message without a chunk was sent, was received */
-       RA_EV_FOLD,                     /* all tasks here have folded all chunks up to this one */
-       RA_EV_ABORT };                  /* of the transport; see ra_ring_events */
-enum { RA_EVENTS = 64 };               /* that a ring remembers. One is sent when it ends */
-typedef struct ra_event {
-    int32_t kind, rank, thread;        /* thread: ith, or -1 */
+       RA_EV_FOLD,                     /* all tasks of this rank have folded all chunks up to it */
+       RA_EV_ABORT };                  /* the transport's abort was called; not traced */
+enum { RA_EVENTS = 64 };               /* how many events a ring remembers */
+typedef struct ra_event {              /* traced and remembered when it has ended */
+    int32_t kind, rank, thread;        /* RA_EV_*; thread: ith, or -1 */
     int32_t peer, origin, sequence;    /* -1: does not apply */
-    int64_t pass, chunk;               /* chunk: its number in the plan; -1 */
+    int64_t pass, chunk;               /* chunk: its number in the plan; -1: none */
     int64_t q_row, q_rows, head;       /* TILE: what was computed against the chunk */
     int64_t begin_ns, end_ns;
     int64_t bytes;                     /* of the message */
     int64_t tiles;                     /* TILE: tiles of this step that were not empty */
-    int32_t backward;                  /* 1: of a backward pass, whose TILE is one step of the work
-                                        * on one KV head (head is its first query head) of all rows,
-                                        * or with RA_TRAVEL_Q of the chunk's rows, against this
-                                        * rank's keys */
-    int32_t hop;                       /* of the chunk's message: from its owner to the receiver;
-                                        * -1: none, or of a resumed pass */
+    int32_t backward;                  /* 1: of a backward pass, where a TILE is one step of the
+                                        * work on one KV head (head: its first query head): of all
+                                        * rows against the chunk, or with RA_TRAVEL_Q of the chunk's
+                                        * rows against this rank's keys */
+    int32_t hop;                       /* of the chunk's message: how many ranks the receiver is
+                                        * from the owner; -1: none, or of a resumed pass */
     int32_t status;                    /* FAIL, ABORT: RA_E_* */
 } ra_event;
 
 typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
-    void   *workspace;                 /* aligned to 64, yours, until destroy; null: from the
-                                        * allocator */
-    size_t  workspace_bytes;           /* of workspace: required beside it. Without it 0 is what the
-                                        * first plan needs; more leaves room for later plans */
+    void   *workspace;                 /* yours until destroy, aligned to 64; null: memory comes
+                                        * from the allocator */
+    size_t  workspace_bytes;           /* required with a workspace; without one 0 is what the first
+                                        * plan needs, and more leaves room for later plans */
     ra_allocator allocator;
     int64_t watchdog_ns;               /* fail with RA_E_PEER after this long without progress. 0:
                                         * 60 s plus the time that the rank with most tiles needs for
                                         * a whole pass, at the speed and with the threads of this
                                         * rank. If you set it, remember that in a contiguous causal
                                         * ring the first ranks finish early and wait for the last */
-    int64_t quiesce_ns;                /* patience with quiesce after a failure, by which a blocking
-                                        * call may return after its deadline; 0: 30 s */
-    int64_t (*clock_ns)(void *ctx);    /* null: ra_now_ns. The ring measures all its times on this
-                                        * clock: deadlines of calls on it, watchdog, events. It may
-                                        * start anywhere, run at any speed, never backwards; any
-                                        * thread may read it. Transports get the time left, on
-                                        * ra_now_ns() */
+    int64_t quiesce_ns;                /* how long quiesce may take after a failure. A blocking call
+                                        * may return that much after its deadline; 0: 30 s */
+    int64_t (*clock_ns)(void *ctx);    /* null: ra_now_ns. Deadlines of calls on this ring, watchdog
+                                        * and events are times of this clock. It may start anywhere
+                                        * and run at any speed, but not backwards; any thread may
+                                        * read it. Transports get the time left, on ra_now_ns() */
     void   *clock_ctx;
     void  (*trace)(void *ctx, const ra_event *e);  /* from any stepping thread; must not block */
     void   *trace_ctx;
@@ -946,41 +941,41 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
                                         * of a plan begin with a frame of 64 bytes to rank + 1 (not
                                         * in reports and counters; a ring remembers 32 plans). Ranks
                                         * whose plans differ, even about who sends what, then fail
-                                        * with RA_E_MISMATCH. 1: they may wait for a deadline */
-    int32_t checksums;                 /* AGREED. 1: messages that carry data have a CRC-32C, and a
-                                        * wrong one is RA_E_PROTO before anything is folded */
+                                        * with RA_E_MISMATCH. 1: they may wait until a deadline */
+    int32_t checksums;                 /* AGREED. 1: messages with data carry a CRC-32C. A wrong one
+                                        * is RA_E_PROTO, before anything is folded */
 } ra_ring_desc;
 
-/* Binds a transport (null: a ring of one) and memory. Sends nothing, so ranks need not meet here.
- * `first` sizes the workspace; later plans must have its rank and ranks, and fit: compare
- * workspace_bytes of their reports. A plan with d.train has room for the same one without it. With
- * sendrecv alone the first use of a plan takes time in proportion to chunks * ranks. */
+/* Binds a transport (null: a ring of one) and memory. Sends nothing, so ranks need not call it at
+ * the same time. `first` sizes the workspace. Later plans must have its rank and ranks, and fit:
+ * compare workspace_bytes of their reports. A plan with d.train has room for the same one without
+ * it. With sendrecv alone the first use of a plan takes time in proportion to chunks * ranks. */
 RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
                                       const ra_transport *transport, const ra_ring_desc *rd);
 /* No thread may be inside a call. After a failed pass with RA_CAP_SHARED it may wait, up to
  * quiesce_ns, until other ranks in a pass have noticed, in ra_step or by ending. RA_E_UNSAFE: a
- * pass failed and the transport cannot promise to leave the buffers alone. They were leaked (do not
- * free a workspace of yours). null is fine. */
+ * pass failed, and the transport may still touch the buffers. They were leaked; do not free a
+ * workspace of yours. null is fine. */
 RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring);
 
-/* One blocking pass on the calling thread. Collective. On a refusal nothing has moved and the ring
- * is whole (the other ranks wait for this one until it comes, their deadline or ra_ring_cancel). On
- * a failure o is undefined unless ra_resume completes it, the ring stays failed, and no rank reads
- * this rank's tensors any more; with RA_CAP_SHARED, if that could not be achieved, the status is
+/* One blocking pass on the calling thread. Collective. After a refusal the ring is as it was (the
+ * other ranks wait for this one until it comes, their deadline or ra_ring_cancel). After a failure
+ * o is undefined unless ra_resume completes it, the ring stays failed, and no rank reads this
+ * rank's tensors any more; with RA_CAP_SHARED, if that cannot be promised, the status is
  * RA_E_UNSAFE. A rank that has all it needs may return RA_OK from a pass that fails on another. */
 RINGATTN_API ra_status ra_forward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
                                   int64_t deadline_ns);
 /* The same for gradients: t as in forward, with o and lse as forward left them (or as the same
- * forward makes them again), d_o, and the gradients that you want. Collective like ra_forward. On a
- * failure gradients may have been added to in part. */
+ * forward makes them again), d_o, and the gradients that you want. After a failure, part of them
+ * may have been added. */
 RINGATTN_API ra_status ra_backward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
                                    int64_t deadline_ns);
 /* Makes a plan and a ring, runs one forward pass, destroys both. Allocates. */
 RINGATTN_API ra_status ra_ring_once(const ra_desc *d, const ra_transport *transport,
                                     const ra_tensors *t, int64_t deadline_ns);
 
-/* The sentence of the ring's failure if it has failed, otherwise of the last refusal by one of its
- * calls, otherwise "". It is valid until the next call on the ring. */
+/* Why the ring failed or, if it has not, why one of its calls was last refused: a sentence, or "".
+ * Valid until the next call on the ring. */
 RINGATTN_API const char *ra_ring_explain(const ra_ring *ring);
 
 /* -------------------------------------------------------------------------- engines with threads
@@ -988,8 +983,8 @@ RINGATTN_API const char *ra_ring_explain(const ra_ring *ring);
  * or an error. Without one (ggml): every thread calls ra_join with equal jobs until RA_OK or an
  * error. ra_finish is needed only to leave early and after an error. */
 typedef struct ra_job {                /* copied by begin, with *tensors, without data */
-    uint64_t ticket;                   /* ra_join: number of the pass, from 1; every thread passes
-                                        * rising numbers, gaps are fine. ra_begin: 0 */
+    uint64_t ticket;                   /* ra_join: number of the pass, from 1, equal on all threads
+                                        * and rising; gaps are fine. ra_begin: 0 */
     const ra_plan *plan;
     const ra_tensors *tensors;
     int64_t deadline_ns;
@@ -1000,42 +995,44 @@ typedef struct ra_job {                /* copied by begin, with *tensors, withou
  * after every thread has returned from ra_step (otherwise RA_E_BUSY): one thread may get RA_OK
  * while others are still inside. A refusal leaves the ring as it was. */
 RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job);
-/* One bounded piece of work: a round of communication, then tiles of at most 2^26 multiply-adds (64
- * * 64 * (Dk + Dv) each, backward 64 * 64 * (3 Dk + 2 Dv)) and one block of keys more, whatever the
- * length of chunks and shards; with an engine, one of its tasks against one chunk. Meanwhile the
- * transport is polled as often as ra_transport.poll says. Cancellation, deadline and failures are
- * noticed between two steps; progress is reported after each. Never blocks (except in a level-0
+/* One bounded piece of work, whatever the length of chunks and shards: a round of communication,
+ * then tiles of at most 2^26 multiply-adds (64 * 64 * (Dk + Dv) each, backward 64 * 64 * (3 Dk + 2
+ * Dv)) and one more block of keys, or with an engine one of its tasks against one chunk. Meanwhile
+ * the transport is polled as often as ra_transport.poll says. Cancellation, deadline and failures
+ * are noticed between two steps; progress is reported after each. Never blocks (except in a level-0
  * sendrecv), never spins, waits for no thread.
  *
  * ith >= 0, unique among the threads inside. Only threads with an ith below d.threads of the plan
- * compute; others get RA_WAIT until the pass is done. Any thread may stay away or leave, and others
- * finish what it has begun, but without RA_CAP_ANY_THREAD ith 0 must keep coming. RA_AGAIN: there
+ * compute; others get RA_WAIT until the pass is done. Any thread may stop calling, and others
+ * finish what it has begun, but without RA_CAP_ANY_THREAD ith 0 must keep calling. RA_AGAIN: there
  * may be more to do. RA_WAIT: nothing to do now. RA_OK: the pass is done on this rank, and its
  * outputs are visible to this thread. */
 RINGATTN_API ra_status ra_step(ra_ring *ring, int ith);
-/* Begins the pass, if this thread is the first to bring this ticket, then ra_step. RA_OK at once
- * for tickets whose pass is done; RA_WAIT while a thread is still inside the pass before. If begin
- * is refused, every thread gets that refusal for that ticket, however late; a thread that is more
- * than 32 refusals late gets RA_E_STATE. */
+/* The first thread with a new ticket begins the pass; then every call is one ra_step. RA_OK: the
+ * pass of this ticket is done. RA_WAIT: nothing to do now, or a thread is still inside the pass
+ * before. If the job is refused, every thread gets that refusal for its ticket, however late; a
+ * thread that is more than 32 refusals late gets RA_E_STATE. */
 RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith);
-/* After RA_WAIT, if there is nothing better to do: spins a little, yields, then sleeps until there
- * may be work (RA_OK) or deadline_ns (RA_E_TIMEOUT, of this call alone). */
+/* For a thread that has nothing else to do after RA_WAIT: spins a little, yields, then sleeps until
+ * there may be work, at most 2 ms. RA_OK: call ra_step again. RA_E_TIMEOUT: deadline_ns had passed,
+ * which does not end the pass. */
 RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns);
 /* Call it on one thread, when none is in ra_step or ra_step_wait. After a pass that ended well it
- * does nothing; otherwise it aborts and quiesces. Returns how the pass ended. */
+ * does nothing; otherwise it aborts the pass and quiesces the transport, until deadline_ns and for
+ * at most quiesce_ns. Returns how the pass ended. */
 RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns);
-/* Any thread, any time, wait-free: calls on this ring end with RA_E_CANCELLED after the step in
- * progress, the peers' calls with RA_E_ABORTED or RA_E_PEER if the transport's abort reaches them,
- * otherwise by their deadline or watchdog. The ring has then failed. To stop without a failure,
- * stop between the same two passes on all ranks. */
+/* Any thread, any time, wait-free. Calls on this ring end with RA_E_CANCELLED after the step in
+ * progress, and the ring has failed. The peers' calls end with RA_E_ABORTED or RA_E_PEER if the
+ * transport's abort reaches them, otherwise at their deadline or by their watchdog. To stop without
+ * a failure, stop all ranks between the same two passes. */
 RINGATTN_API void ra_ring_cancel(ra_ring *ring);
 
 enum { RA_RING_IDLE, RA_RING_RUNNING, RA_RING_FAILED };
 typedef struct ra_ring_counters {      /* of the pass in progress or the last one; any thread */
     int32_t state;                     /* RA_RING_* */
-    int32_t waiting_peer;              /* neighbour that still has chunks to send, -1: none */
-    int32_t bounded;                   /* 0: sendrecv without RA_CAP_DEADLINE, where a dead peer may
-                                        * block a call for ever */
+    int32_t waiting_peer;              /* neighbour from which chunks are still to come; -1: none */
+    int32_t bounded;                   /* 0: sendrecv without RA_CAP_DEADLINE: a dead peer may block
+                                        * a call for ever */
     int64_t pass;                      /* number of the pass, from 1 */
     int64_t tiles_empty, tiles_partial, tiles_full; /* done so far */
     int64_t tiles_all;                 /* partial and full ones of the whole pass */
@@ -1057,42 +1054,43 @@ typedef struct ra_failure {            /* the first failure of the ring */
 } ra_failure;
 RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out); /* RA_E_STATE: none */
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring); /* the last refusal; never null */
-/* The latest events, at most `most` and RA_EVENTS, oldest first; returns how many. No TILE;
- * a WAIT after a WAIT lengthens it. Any thread, any time, also in a callback; wait-free. */
+/* The latest events, at most `most` and RA_EVENTS, oldest first; returns how many. TILEs are left
+ * out, and consecutive WAITs are one. Any thread, any time, also in a callback; wait-free. */
 RINGATTN_API int ra_ring_events(const ra_ring *ring, ra_event *out, int most);
 /* Writes an event as a line of text to `to`, which has RA_TEXT_BYTES bytes, and returns `to`. The
- * line begins with the microseconds from zero_ns to the end of the event. */
+ * line begins with the end of the event, in microseconds after zero_ns. */
 RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char *to);
 
 /* -------------------------------------------------------------------------- after a failure
- * A forward pass that failed because ranks are gone goes on among the survivors; you find out who
- * they are. What they have folded stays, and so do chunks that have come. Each missing chunk comes
- * from its owner, from a rank that still holds it, or from your refetch. Rows of survivors get the
- * bits that the pass would have given. Such a ring can only be resumed again, with a higher epoch
- * and only these ranks, or destroyed: later passes need a plan and a ring of the survivors. The
- * plans of the last two passes must exist until then. */
+ * A forward pass that failed because ranks are gone can continue among the survivors; finding out
+ * who they are is up to you. Survivors keep what they have folded and the chunks that have arrived.
+ * Each missing chunk comes from its owner, from a rank that still holds it, or from your refetch.
+ * Rows of survivors get the bits that the pass would have given. Such a ring can only be resumed
+ * again, with a higher epoch and only these ranks, or destroyed: later passes need a plan and a
+ * ring of the survivors. The plans of the last two passes must exist until then. */
 typedef struct ra_resume_desc {
-    const ra_transport *transport;     /* new, of the survivors: rank i is survivors[i]. With post,
-                                        * two channels, max_ops of 2 ranks and, of more than two,
-                                        * RA_CAP_ANY_PEER. reg is not called. One rank: null */
-    const int32_t *survivors;          /* ranks of the plan, ascending, this one too; copied */
+    const ra_transport *transport;     /* a new one, of the survivors: rank i is survivors[i]. Needs
+                                        * post, two channels, max_ops of 2 * ranks and, with more
+                                        * than two ranks, RA_CAP_ANY_PEER. reg is not called. One
+                                        * rank: null */
+    const int32_t *survivors;          /* [ranks] of the plan, ascending, this one too; copied */
     int32_t ranks, epoch;              /* ranks: how many. epoch: 1 to 2^22 - 1, higher with every
-                                        * attempt. Both and survivors are equal on all of them */
-    int32_t tensors_kept;              /* 1: k, v and k_pos of the last two passes that went well
+                                        * attempt. Both, and survivors, are equal on all of them */
+    int32_t tensors_kept;              /* 1: k, v and k_pos of the last two passes that ended well
                                         * here are unchanged. 0: they may have changed, and refetch
-                                        * has them. (Those of the pass that failed, its o and its
+                                        * supplies them. (Those of the failed pass, its o and its
                                         * lse must be unchanged) */
-    /* Fills t->k, t->v and, under ARRAY, t->k_pos with the shard of a rank in a pass, as ra_forward
-     * gets it there; they stay so until the resumed pass ends. t null: returns RA_OK if it can; all
-     * survivors ask that first. Called by any thread inside ra_step: while it works this rank
-     * notices nothing, and its peers' watchdogs run. May be null. */
+    /* Fills t->k, t->v and, with ARRAY, t->k_pos with the shard of a rank in a pass, as ra_forward
+     * gets it there; they must stay valid until the resumed pass ends. t null: returns RA_OK if it
+     * can supply that shard; every survivor calls it so first. Called by any thread inside ra_step:
+     * meanwhile this rank notices nothing, and its peers' watchdogs run. May be null. */
     ra_status (*refetch)(void *ctx, int64_t pass, int32_t rank, ra_tensors *t);
     void *ctx;
 } ra_resume_desc;
 typedef struct ra_resumed {
-    int64_t pass;                      /* which is now complete */
-    int64_t chunks_kept;               /* that this rank folds and still had; the others came: */
-    int64_t chunks_from_owner, chunks_from_holder, chunks_refetched;
+    int64_t pass;                      /* the pass that is now complete */
+    int64_t chunks_kept;               /* that this rank folds and still had; the others came */
+    int64_t chunks_from_owner, chunks_from_holder, chunks_refetched; /* from these */
     int32_t epoch;
 } ra_resumed;
 
@@ -1101,16 +1099,16 @@ typedef struct ra_resumed {
  * one anew. (A rank that has begun no pass has nothing to resume: let it begin this one, which
  * fails.) No other call may run, not even ra_ring_cancel before this one has begun; ra_join returns
  * RA_E_STATE from here on. The old transport must still exist: it is quiesced within the same
- * deadline, then its reg is undone. Allocates as much as a ring.
+ * deadline, and dereg is called. Allocates as much as a ring.
  *
- * Failures on all ranks, before a chunk moves: RA_E_PEER, nobody can give ra_failure.chunk of rank
- * ra_failure.peer; RA_E_UNSUPPORTED, a backward pass, a failed engine or a rank that is more than
- * one pass ahead: begin the pass anew. After these and any later failure ra_resume may be called
- * again. Failures name ranks of the plan. RA_E_UNSAFE: the old transport may still write; see
- * ra_ring_error. */
+ * Failures on all ranks, before a chunk moves: RA_E_PEER if no rank and no refetch has
+ * ra_failure.chunk of rank ra_failure.peer; RA_E_UNSUPPORTED after a backward pass, a failed engine
+ * or with a rank that is more than one pass ahead: begin the pass anew. After these and any later
+ * failure ra_resume may be called again. Failures name ranks of the plan. RA_E_UNSAFE: the old
+ * transport may still write; see ra_ring_error. */
 RINGATTN_API ra_status ra_resume(ra_ring *ring, const ra_resume_desc *rd, int64_t deadline_ns);
 /* The same without blocking: then ra_step, on any threads, until RA_OK or an error. One step looks
- * at all chunks of all ranks, to choose who gives what. Counters continue from where they were. */
+ * at all chunks of all ranks, to choose who sends what. Counters are not reset. */
 RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
                                        int64_t deadline_ns);
 RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /* RA_E_STATE: not */
@@ -1118,38 +1116,39 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
 /* ========================================================================== L2: sharded cache
  * Inference over a KV cache that is split along the sequence over ranks: prefill in chunks, decode,
  * verify drafts, roll back. The cache memory is yours: per layer K and V of [B][ra_cache_rows]
- * [Hkv][Dk or Dv] on each rank. Positions belong to lanes in blocks of 16 (block i to lane i mod
+ * [Hkv][Dk or Dv] on each rank. Positions belong to lanes in groups of 16 (group i to lane i mod
  * lanes), and every rank holds a range of lanes, so shards stay balanced while sequences grow, and
  * no position ever changes its owner. A call says how many tokens of each sequence are cached and
- * how many are new. It plans and allocates nothing. Rolling back is passing a smaller count. A
- * batch_stride of 0 of K and V is ra_cache_rows rows. With pages (ra_pages, each rank its own size)
- * a table covers these rows. Entries of rows that are not stored yet are not read, and those of
- * pages that no row of the call sees may be -1.
+ * how many are new. It plans and allocates nothing. To roll back, pass a smaller count. A
+ * batch_stride of 0 of K and V is ra_cache_rows rows. With pages (ra_pages; page_tokens may differ
+ * between ranks) a table covers these rows. Entries of rows that are not stored yet are not read,
+ * and those of pages that no row of the call sees may be -1.
  *
- * Every rank attends the queries to its own keys or gets the keys of the others (with RA_CAP_SHARED
- * it reads them in place), whichever costs less. Partial results of the lanes are merged in a fixed
- * tree. So bits do not depend on threads, on what travels, on the transport, or, for an equal
- * number of lanes, on ranks. */
+ * Either every rank attends all queries to its own keys, or it gets the keys of the others (with
+ * RA_CAP_SHARED it reads them in place), whichever costs less. Partial results of the lanes are
+ * merged in a fixed tree. So bits do not depend on threads, on what travels, on the transport, or,
+ * for an equal number of lanes, on ranks. */
 typedef struct ra_cache ra_cache;
 /* Whose queries a call has. OWN: each rank passes those of the new tokens whose positions it holds,
  * and gets their outputs. ALL: every rank passes the queries of all new tokens and gets all
  * outputs. */
 enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
-/* What travels (OWN): queries to all ranks and partial results back, or keys and values to the
- * queries. AUTO: what takes fewer bytes, if there is memory for it; a byte of a partial result
- * counts as 3. With RA_CAP_SHARED PASS_KV moves nothing: ranks share out all work (same d->isa). */
+/* What travels with RA_QUERIES_OWN: queries to all ranks and partial results back, or keys and
+ * values to the queries. AUTO: what takes fewer bytes, those of partial results counted 3 times, if
+ * there is memory for it. With RA_CAP_SHARED PASS_KV moves nothing: ranks divide all work (same
+ * d->isa), and AUTO takes it if a prompt has work for all of them. */
 enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV };
-/* AUTO: at most 16 new (token, head) pairs per KV head take the form of decoding, more the form of
- * prefill, which differ in the last bits. SAME: always the form of decoding (where Hq / Hkv <= 16),
- * so the bits of a row depend on nothing but the row: tokens of a draft that were verified together
- * are those of plain decoding, however the prompt was cut. Prefill in bf16 takes twice as long. */
+/* AUTO: at most 16 new (token, head) pairs per KV head take the decoding form, more the prefill
+ * form; the two differ in the last bits. SAME: always the decoding form (if Hq / Hkv <= 16), so the
+ * bits of a row depend on nothing but the row: tokens of a draft that are verified together are
+ * those of plain decoding, however the prompt was cut. Prefill in bf16 takes twice as long. */
 enum { RA_FORM_AUTO, RA_FORM_SAME };
 typedef struct ra_cache_desc {         /* {0} or a null pointer: all defaults. AGREED: the first
                                         * five */
     int64_t new_tokens;                /* most new tokens of a call, all sequences together; 0:
                                         * sequences * tokens */
-    int32_t lanes;                     /* ranks..1024; 0: ranks. A number that many numbers of ranks
-                                        * share, such as 8 or 64, gives them the same bits */
+    int32_t lanes;                     /* ranks..1024; 0: ranks. Worlds of different sizes get equal
+                                        * bits if their lanes are equal, such as 8 or 64 */
     int32_t queries;                   /* RA_QUERIES_* */
     int32_t way;                       /* RA_INFER_*; PASS_Q needs no buffers for keys */
     int32_t form;                      /* RA_FORM_* */
@@ -1157,15 +1156,16 @@ typedef struct ra_cache_desc {         /* {0} or a null pointer: all defaults. A
     size_t  workspace_bytes;           /* see ra_cache_workspace */
     ra_allocator allocator;
     int64_t watchdog_ns;               /* RA_E_PEER after this long without progress; 0: 60 s */
-    int64_t quiesce_ns;                /* patience after a failure of ra_cache_destroy, and of
-                                        * ra_infer where ranks read its tensors; 0: 30 s */
+    int64_t quiesce_ns;                /* how long ra_cache_destroy, and ra_infer where ranks read
+                                        * its tensors, may wait after a failure; 0: 30 s */
 } ra_cache_desc;
 
 /* d->tokens is the most new tokens of a sequence per call, d->kv_tokens the most positions of a
- * sequence, ranks and rank as for a plan; q_offset, tokens_of, kv_tokens_of and layout.kind stay 0.
- * layout.weights: relative sizes of the shards. d->mask is NONE or CAUSAL without documents,
- * d->scores without bias. d->threads threads may step a call. net (null: one rank) must reach any
- * peer if there are more than 2; a refusal says what max_msg must be. Serves all layers. */
+ * sequence, ranks and rank as for a plan. layout.weights: relative sizes of the shards. d->mask is
+ * NONE or CAUSAL without documents, d->scores without bias. q_offset, tokens_of, kv_tokens_of,
+ * layout.kind, order, engine and the part Training stay 0. d->threads threads may step a call. net
+ * (null: one rank) needs RA_CAP_ANY_PEER if there are more than 2 ranks; a refusal says what
+ * max_msg must be. One cache object serves all layers. */
 RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
                                        const ra_cache_desc *cd);
 /* Bytes of workspace on this rank; 0: d or cd is refused. A transport with an align above 64 needs
@@ -1185,18 +1185,18 @@ RINGATTN_API int64_t ra_cache_row(const ra_cache *c, int64_t position);
 RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, int32_t sequence,
                                       int64_t position, const float *k, const float *v);
 
-/* The attention of one layer. Collective; ranks make the same calls in the same order. Sequence s
- * has cached[s] tokens from before and fresh[s] >= 0 new ones at the positions after them. t->k and
- * t->v have K and V of all of them. t->q, t->o and t->lse (or {0}) are [B][rows][Hq][..], a row for
- * each new token (OWN: of those with ra_cache_owner(c, position) == rank), by ascending position.
- * Where a batch_stride is 0, rows is the largest such count of a sequence here, so it changes from
- * call to call. Without rows here they may be null. cached and fresh are AGREED, and copied. Blocks
- * until this rank is done, on the calling thread alone; then no rank touches its tensors, which
- * they do with RA_CAP_SHARED. Statuses as ra_forward. */
+/* The attention of one layer. Collective: all ranks make the same calls in the same order. Sequence
+ * s has cached[s] tokens from before and fresh[s] >= 0 new ones at the positions after them. t->k
+ * and t->v hold K and V of all of them. t->q, t->o and t->lse (or {0}) are [B][rows][Hq][..], a row
+ * for each new token (OWN: if ra_cache_owner(c, position) == rank), by ascending position. With a
+ * batch_stride of 0, rows is that of the sequence with the most, so it changes from call to call,
+ * and sequences without new tokens take as much room. Without rows here they may be null. cached
+ * and fresh are AGREED, and copied. Runs on the calling thread until this rank is done; then no
+ * rank touches its tensors (with RA_CAP_SHARED others read them). Statuses as of ra_forward. */
 RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                 const int64_t *fresh, int64_t deadline_ns);
-/* The same on threads of yours: begin on one of them, then step on any until RA_OK or an error. A
- * step is bounded, and threads come and go, as in ra_step. After RA_WAIT yield or do other work. To
+/* The same on your threads: begin on one of them, then step on any until RA_OK or an error. A step
+ * is bounded, and threads come and go, as with ra_step. After RA_WAIT yield or do other work. To
  * leave early, cancel. After a failure with RA_CAP_SHARED keep tensors until ra_cache_destroy. */
 RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                       const int64_t *fresh, int64_t deadline_ns);
@@ -1212,10 +1212,10 @@ typedef struct ra_infer_job {          /* copied by begin, with *tensors and cou
 RINGATTN_API ra_status ra_infer_join(ra_cache *c, const ra_infer_job *job, int ith);
 /* Any thread, any time: as ra_ring_cancel. */
 RINGATTN_API void ra_infer_cancel(ra_cache *c);
-/* The failure, otherwise the last refusal: field and sentence, or status 0. Never null. */
+/* Why the cache failed, otherwise why a call was last refused, otherwise status 0. Never null. */
 RINGATTN_API const ra_error *ra_cache_error(const ra_cache *c);
 
-/* What a call with these counts does on this rank; sends nothing. */
+/* What a call with these counts would do on this rank. Sends nothing; not during a call. */
 typedef struct ra_infer_report {
     int32_t way;                       /* RA_INFER_PASS_Q or PASS_KV; one rank: PASS_Q */
     int64_t q_rows, keys;              /* rows of t->q, and keys held here, of all sequences */
@@ -1229,39 +1229,38 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  * Life of a transport, seen by its author:
  *  1 You fill an ra_transport; it and ctx are yours and outlive the ring. Peers are ring ranks
  *    0..ranks-1: map them to your communicator inside ctx.
- *  2 ra_ring_create copies the struct and may call reg for its buffers. No message travels.
+ *  2 ra_ring_create copies the struct and may call reg for its buffers. No message is sent.
  *  3 A pass: the library posts batches of ops, polls, waits. Calls of one ring never overlap. They
  *    come from whichever thread steps, without RA_CAP_ANY_THREAD only from steps with ith = 0. Only
  *    abort may come from any thread during any other call. Passes on one ctx take turns: see turn.
  *  4 A failure: the library calls abort once and posts no more. ctx serves no later ring.
- *  5 ra_finish, which a blocking call, ra_resume and ra_ring_destroy contain, calls quiesce once
- *    after a failure, on its own thread. ra_ring_destroy calls dereg; your resources are yours.
+ *  5 ra_finish, which blocking calls, ra_resume and ra_ring_destroy contain, calls quiesce once
+ *    after a failure, on its own thread. ra_ring_destroy calls dereg, and frees nothing of yours.
  *
  * Level 0 is sendrecv alone; level 1 is post and poll; everything else is optional.
  *
  * Messages. The n-th send matches the n-th receive per (peer, channel). Both sides compute the same
- * lengths, exact and at most max_msg; nothing is split or empty. Keep message boundaries: another
- * length is RA_E_TRUNC. (At level 0 you cannot report the length that has come: return RA_E_TRUNC
- * if it is another.) A send may wait for its receive. Tags start anew with each pass. Buffers are
- * host memory. Nothing marks where a pass begins or ends.
+ * length, exact and at most max_msg; no message is split or empty. Keep message boundaries: a
+ * message of another length is RA_E_TRUNC. (At level 0, which cannot report a length, return that.)
+ * A send may wait for its receive. Tags start anew with each pass. Buffers are host memory. Nothing
+ * marks where a pass begins or ends.
  *
  * Channel 0 carries chunks from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan
  * says). Channel 1 is used with RA_CAP_SHARED, and in backward passes, where gradients return on
- * it: from any rank, for which the transport needs RA_CAP_ANY_PEER, or with RA_RETURN_RING from a
- * neighbour. So a plan with train = 1 needs two channels and max_ops of 3 of a transport that has
- * post. ra_resume sends chunks and, on channel 1, short messages between any two ranks; these start
- * on multiples of 8, whatever align is. A cache (ra_infer) uses channel 0 alone, between any two
- * ranks.
+ * it: from any rank, which needs RA_CAP_ANY_PEER, or with RA_RETURN_RING from a neighbour. So with
+ * train = 1 a transport that has post needs two channels and max_ops of 3. ra_resume sends chunks
+ * and, on channel 1, short messages between any two ranks; these start on multiples of 8, whatever
+ * align is. A cache (ra_infer) uses channel 0 alone, between any two ranks.
  *
  * The first pass of a plan begins with a frame of 64 bytes from each rank to rank + 1, on channel
  * 0. A rank posts nothing else before its own is sent and the other is received. A forward message
- * is such a frame and the chunk: for each of its pieces of positions (zigzag chunks have two) the
- * positions if the layout is ARRAY, K rows, V rows, each part on a multiple of 64. The piece that
- * travels farther comes first, and the other is left off where no rank needs it any more. Backward
- * the f32 sums of gradients are between frame and chunk; on the return they are alone.
+ * is such a frame and the chunk: for each of its pieces (zigzag chunks have two) positions if the
+ * layout is ARRAY, K rows, V rows, each part on a multiple of 64. The piece that travels farther
+ * comes first, and the other is left out where no rank needs it any more. In a backward pass the
+ * f32 sums of gradients are between frame and chunk; on their return they come without the chunk.
  *
  * Time. deadline_ns of a callback is an absolute time on ra_now_ns(), whatever the ring's clock is.
- * RA_NO_DEADLINE does not occur. INT64_MAX does: subtract, do not add. */
+ * It is never RA_NO_DEADLINE, and may be INT64_MAX: subtract from it, do not add to it. */
 #define RA_TRANSPORT_ABI 1u
 enum { RA_MSG_SEND = 1, RA_MSG_RECV = 2 };                          /* ra_transport_op.kind */
 /* ra_transport_op.state, or an RA_E_*. Any other value counts as RA_E_IO. */
@@ -1270,7 +1269,7 @@ enum { RA_MSG_LOAN_OK = 1 };           /* ra_transport_op.flags: a receive may p
                                         * memory */
 enum {
     RA_CAP_ANY_THREAD = 1,             /* calls may come from any thread, one at a time */
-    RA_CAP_ANY_PEER = 2,               /* not only rank +- 1 */
+    RA_CAP_ANY_PEER = 2,               /* reaches all ranks, not only rank +- 1 */
     RA_CAP_LOAN = 4,                   /* honours RA_MSG_LOAN_OK and has release */
     RA_CAP_DEADLINE = 8,               /* sendrecv returns by deadline_ns even if the peer is dead
                                         * (post and poll never block, and wait always does so) */
@@ -1292,10 +1291,10 @@ typedef struct ra_transport_op {       /* the library's; stays at its address wh
     void    *mr;                       /* from reg, or null */
     int32_t  state;                    /* RA_MSG_IDLE when posted; written by post and poll */
     size_t   done;                     /* bytes moved, written before DONE; 0 counts as len. With
-                                        * RA_E_TRUNC: bytes of buf that have come, if at least 64;
-                                        * then the failure names what ranks disagree about. DONE of
-                                        * a send: buf may be used again, whether or not the message
-                                        * has been received */
+                                        * RA_E_TRUNC: bytes of buf that have come; if there are 64
+                                        * the failure names what ranks disagree about. A send is
+                                        * DONE when buf may be used again, even if the message has
+                                        * not been received */
     void    *scratch[8];               /* yours while PENDING or lent; zero when posted */
 } ra_transport_op;
 
@@ -1310,34 +1309,34 @@ struct ra_transport {
     size_t   max_msg;                  /* 0: 1 GiB; larger chunks are refused by ra_ring_create */
     size_t   align;                    /* of buffers for chunks, a power of two; 0: 64. More costs
                                         * more workspace than the plan says */
-    const char *name;                  /* for messages; may be null */
+    const char *name;                  /* for sentences about failures; may be null */
     void    *ctx;                      /* passed to every callback */
 
     /* Level 0, required if post is null. Sends to `to` and receives from `from` at the same time;
      * returns when both are done. A side with nothing to move has RA_NO_PEER and length 0 (MPI: map
-     * it to MPI_PROC_NULL). May block until deadline_ns, the call's deadline or the watchdog's, and
-     * then returns RA_E_TIMEOUT; without RA_CAP_DEADLINE it may block for ever, and a dead peer
-     * hangs this rank. Both buffers are yours until you return. Both sides of a message use the
-     * same tag. Returns RA_OK, or an RA_E_* from RA_E_MISMATCH on (others count as RA_E_IO), after
-     * which the ring has failed. */
+     * it to MPI_PROC_NULL). With RA_CAP_DEADLINE it returns RA_E_TIMEOUT by deadline_ns, which is
+     * the call's deadline or the watchdog's; without, it may block for ever, and a dead peer hangs
+     * this rank. Both buffers are yours until you return. Both sides of a message use the same tag.
+     * Returns RA_OK, or an RA_E_* from RA_E_MISMATCH on (others count as RA_E_IO), after which the
+     * ring has failed. */
     int (*sendrecv)(void *ctx, int to, const void *s, size_t s_len, int from, void *r, size_t r_len,
                     uint64_t tag, int64_t deadline_ns);
 
-    /* Level 1. Never blocks. Looks at ops[0..n) that are RA_MSG_IDLE, accepts a prefix of them per
-     * (peer, channel, direction), and sets each accepted op PENDING or at once DONE. Accept
-     * receives before sends, wherever they are in ops: a peer's send may wait for them. RA_OK: none
-     * is left IDLE. RA_AGAIN: some are; the library polls and posts them again. All accepted ops
-     * make progress at the same time, whatever the order at the peers; if channels share a stream,
-     * a message without a receive must not hold up the other channel. Errors: as poll. */
+    /* Level 1. Never blocks. Of the RA_MSG_IDLE ones of ops[0..n) it accepts a prefix per (peer,
+     * channel, direction), and sets each accepted op PENDING, or DONE at once. Accept receives
+     * before sends, wherever they are in ops: a peer's send may wait for them. RA_OK: none is left
+     * IDLE. RA_AGAIN: some are; the library polls and posts them again. All accepted ops make
+     * progress at the same time, whatever the order at the peers; if channels share a stream, a
+     * message without a receive must not hold up the other channel. Errors: as poll. */
     int (*post)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* Required with post. Drives progress, also with n = 0; never blocks; moves PENDING ops among
      * ops[0..n), and any others if that is easier, to DONE or to a negative status. Returns RA_OK,
      * or an RA_E_* of the context itself: the ring has then failed. While a thread that may call
-     * the transport is in ra_step the next poll comes within 0.5 ms, also while chunks are
-     * computed, packed and checked: after 0.2 ms and one piece of work more. A call of a kernel (a
-     * tile or two, with AMX up to 8), of an engine, of refetch or of another callback is one
-     * piece. */
+     * the transport is in ra_step the next poll comes within 0.5 ms, even while chunks are
+     * computed, packed and checked: after 0.2 ms and one more piece of work. A piece is one call of
+     * a kernel (a tile or two, with AMX up to 8), of an engine, of refetch or of another
+     * callback. */
     int (*poll)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* The callbacks from here on are optional. wait: as poll, but may block until one of ops leaves
@@ -1353,26 +1352,26 @@ struct ra_transport {
     int (*dereg)(void *ctx, void *mr);
 
     /* Required with RA_CAP_LOAN. Gives back op->buf of a receive that lent memory (the transport
-     * changed buf), after its last use and its last onward send. Lent memory is aligned as buffers
-     * are. A step may still read it after abort; from quiesce, or ra_ring_destroy, on it is yours
-     * without release. A send whose memory is on loan also ends when the borrower's abort is
-     * reported to you. */
+     * changed buf), after its last use and its last onward send. Lent memory is aligned like
+     * buffers. After abort a step may still read it; from quiesce or ra_ring_destroy on it is yours
+     * without release. A send whose memory is on loan also ends when you learn of the borrower's
+     * abort. */
     int (*release)(void *ctx, ra_transport_op *op);
 
-    /* Any thread, any time, wait-free, idempotent: all ops fail from now on, and wait wakes; frees
-     * nothing. `why` is the RA_E_* of this rank. Tell the peers if the network can: their passes
-     * then end at once with RA_E_ABORTED, otherwise by their deadline or watchdog. */
+    /* Any thread, any time, wait-free, idempotent. From now on all ops fail, and wait returns;
+     * frees nothing. `why` is the RA_E_* of this rank. Inform the peers if the network can: their
+     * passes then end at once with RA_E_ABORTED, otherwise by their deadline or watchdog. */
     int (*abort)(void *ctx, int why);
 
-    /* Required with RA_CAP_SHARED; without it a ring that fails with ops pending is leaked
+    /* Required with RA_CAP_SHARED; without quiesce a ring that fails with ops pending is leaked
      * (RA_E_UNSAFE). Called after abort, as the ring ends, without ops. RA_OK: no buffer of the
      * ring, and with RA_CAP_SHARED no tensor of this rank, will be touched again. Anything else is
-     * final. May block until deadline_ns (abort does not); receive what peers still send, or they
-     * wait for you. With RA_CAP_SHARED the last thread in ra_step also calls it, with a past
-     * deadline, only to announce that this rank has stopped. */
+     * final: that cannot be promised. May block until deadline_ns; receive what peers still send,
+     * or they wait for you. With RA_CAP_SHARED the last thread in ra_step also calls it, with a
+     * past deadline, only to announce that this rank has stopped. */
     int (*quiesce)(void *ctx, int64_t deadline_ns);
 
-    /* Text for a code that a callback returned, or null. A failure quotes 160 bytes of it. */
+    /* Text for a code that a callback returned, or null. A failure quotes up to 160 bytes. */
     const char *(*error_text)(void *ctx, int code);
     /* v1 ends here; append only */
     int32_t *turn;                     /* null, or a 0 shared by all transports on ctx: 1 during a
@@ -1380,7 +1379,7 @@ struct ra_transport {
 };
 
 /* -------------------------------------------------------------------------- bundled world
- * Ranks as threads of this process; a hop is a pointer. With RINGATTN_NO_THREADS all of it is
+ * Ranks as threads of this process; messages are addresses. With RINGATTN_NO_THREADS all of it is
  * RA_E_UNSUPPORTED. Waiting spins briefly, then yields, then sleeps. */
 typedef struct ra_world ra_world;
 typedef ra_status (*ra_rank_fn)(ra_world *world, int rank, void *user);
@@ -1390,24 +1389,24 @@ typedef struct ra_world_desc {         /* {0} or a null pointer: all defaults */
     ra_error *error;
 } ra_world_desc;
 
-/* Creates a world, runs fn on `ranks` threads, joins, destroys. When fn of one rank returns an
- * error, pending and later calls of every other rank fail with RA_E_ABORTED instead of hanging.
- * When it returns RA_OK while others still wait for it, they fail with RA_E_PEER. Returns the first
- * error, RA_E_ABORTED only if there is no other. */
+/* Creates a world, runs fn on `ranks` threads, joins them, destroys it. If fn of one rank returns
+ * an error, pending and later calls of every other rank fail with RA_E_ABORTED. If it returns RA_OK
+ * while others still wait for it, they fail with RA_E_PEER. Returns the first error, RA_E_ABORTED
+ * only if there is no other. */
 RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const ra_world_desc *wd);
 
 /* The same in parts, for programs with threads of their own. Transports live as long as world. */
 RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd);
 RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank); /* null: no rank */
 RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why); /* this rank makes no
-                                        * more calls; an error aborts the others. Any thread. */
+                                        * more calls; an error aborts the others. Any thread */
 RINGATTN_API void ra_world_destroy(ra_world *world); /* after all rings on it; null is fine */
 
 /* ========================================================================== block engines
- * Arithmetic of your own for forward passes, such as a GPU's; the library keeps plan, order, ring
- * and merge. fold gets query rows of one sequence, all heads, against some keys of one chunk, and
+ * Your own arithmetic for forward passes, such as a GPU's; plan, order, ring and merging stay the
+ * library's. fold gets query rows of one sequence, all heads, and some keys of one chunk, and
  * writes the normalised partial result, which the library merges. (RUNS: the keys are those of
- * several runs, the rows of one.) Calls for the same rows come one at a time in the order that
+ * several runs, the rows of one.) Calls for the same rows come one at a time, in the order that
  * fixes the bits; calls for other rows may come at the same time from other stepping threads.
  * Returns RA_OK or a negative code: the pass then fails with RA_E_ENGINE and that code. */
 #define RA_ENGINE_ABI 1u
@@ -1436,9 +1435,9 @@ typedef struct ra_engine {
 } ra_engine;
 
 /* ========================================================================== estimates
- * How long a context fits and how large a block hides a hop, before anything is bought. Formulas of
- * Liu, Zaharia, Abbeel, arXiv 2310.01889, section 3 and tables 2 and 3, generalised to GQA and
- * balanced causal work. Presets are published figures. */
+ * Which context fits into given hardware, and how large a block hides a hop. Formulas of Liu,
+ * Zaharia, Abbeel, arXiv 2310.01889, section 3 and tables 2 and 3, generalised to GQA and balanced
+ * causal work. Presets are published figures. */
 enum { RA_HW_NONE, RA_HW_A100_NVLINK, RA_HW_A100_IB, RA_HW_TPU_V3, RA_HW_TPU_V4, RA_HW_TPU_V5E };
 enum { RA_NET_NONE, RA_NET_NVLINK4, RA_NET_PCIE4_X16, RA_NET_IB_HDR };
 typedef struct ra_hardware {           /* of one device */
@@ -1452,22 +1451,23 @@ typedef struct ra_model {
     int64_t batch;                     /* 0: 1 */
     int32_t element_bytes;             /* 0: 2 */
     int32_t causal;                    /* 1: half the work, balanced */
-    int64_t weight_bytes;              /* on each device, beside activations; 0: none */
-    ra_error *error;
+    int64_t weight_bytes;              /* on each device; 0: none */
+    ra_error *error;                   /* may be null */
 } ra_model;
 typedef struct ra_estimate_result {
     double  block_min;                 /* tokens: smallest block per device that hides a hop,
-                                        * (F/W) e Hkv / (2 f Hq), f = 1/2 if causal */
+                                        * (F/W) e Hkv / (2 f Hq): F FLOP/s, W bytes/s, e element
+                                        * bytes, f = 1 or, if causal, 1/2 */
     double  device_tokens_min;         /* six such blocks: Q; K, V in use; K, V arriving; output */
-    double  activation_bytes_token;    /* per layer, token and device: 6 b h e */
+    double  activation_bytes_token;    /* per token, one layer: 6 batch hidden e */
     double  cache_bytes_token;         /* K and V of all layers: 2 layers Hkv D e */
-    int64_t context_max;               /* tokens over all devices whose activations of one layer and
-                                        * K, V of all layers fit beside the weights */
+    int64_t context_max;               /* tokens on all devices together, if activations of one
+                                        * layer and K, V of all layers fit beside the weights */
     double  cache_bytes;               /* of context_max, all devices together */
     double  hop_compute_s, hop_transfer_s; /* of blocks of hw->block_tokens, or block_min */
     double  hidden_fraction;           /* min(1, compute / transfer) */
 } ra_estimate_result;
-/* Either preset may be NONE; a net overrides the link of hw. */
+/* hw RA_HW_*, net RA_NET_*; either may be NONE. A net overrides the link of hw. */
 RINGATTN_API ra_status ra_hardware_preset(int32_t hw, int32_t net, int64_t devices,
                                           ra_hardware *out);
 RINGATTN_API ra_status ra_estimate(const ra_hardware *hw, const ra_model *model,
