@@ -9597,7 +9597,6 @@ static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, int64_t
                                   ra_error *e) {
     const ra_bias *b = &t->bias;
     const int64_t steps[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
-    const int64_t counts[4] = { d->sequences, d->q_heads, rows, ra__bias_keys(b->keys) };
     ra__checks x = { e, RA_OK };
     ra__refuse_if(&x, !(d->scores & RA_SCORE_ALIBI) != !t->alibi, t->alibi ? RA_E_SHAPE : RA_E_NULL,
                   "t.alibi", "must be set if and only if scores has RA_SCORE_ALIBI; scores is #",
@@ -9612,7 +9611,8 @@ static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, int64_t
                   b->keys);
     ra__refuse_if(&x, b->dtype < 0 || b->dtype > RA_BF16, RA_E_ENUM, "t.bias.dtype",
                   "# is not RA_F32, RA_F16 or RA_BF16", b->dtype);
-    if (x.status) return x.status;
+    if (x.status || !(steps[0] | steps[1] | steps[2] | steps[3])) return x.status;
+    const int64_t counts[4] = { d->sequences, d->q_heads, rows, ra__bias_keys(b->keys) };
     return ra__check_steps(steps, counts, b->dtype > RA_F32 ? 2 : 4, "t.bias", e);
 }
 
