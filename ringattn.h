@@ -11829,18 +11829,18 @@ RA__OPTIMIZE_END
  * One call on one rank: its checks, and attention by tasks that the threads (ith of nth) share. In:
  * a descriptor and tensors. Out: O and LSE. No plan, no ring, no allocation. */
 
-/* A call on one rank: the work, the side of the keys, and where they are. */
+/* A call on one rank as one thread sees it. */
 typedef struct ra__local {
     ra_desc d;
     ra__work w;
     ra__side k_side;
-    ra__cursor q_cursor, k_cursor;     /* for sides that are runs; each thread has its own call */
+    ra__cursor q_cursor, k_cursor;     /* of sides that are runs */
     ra__view kv[2];
-    int64_t rows[2];                   /* of queries and keys in the longest sequence: views */
-    int32_t pairs;                     /* 1: lanes of panels are (token, head) pairs */
+    int64_t rows[2];                   /* query rows, key rows of a tensor per sequence */
+    int32_t pairs;                     /* 1: rows of panels are (token, head) pairs */
 } ra__local;
 
-/* Positions given with the call replace the layout's. */
+/* Sets the side of the queries or keys. Positions given with the call replace the layout's. */
 static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int keys, ra__side *side,
                                 ra__cursor *cursor) {
     const char *field = keys ? "t.k_pos" : "t.q_pos";
@@ -11905,6 +11905,8 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     return s;
 }
 
+/* Few tokens fill no panel. If several query heads read a kv head, and their scores depend on the
+ * head by nothing but a bias, the rows of a panel are then (token, head) pairs: a short call. */
 RA__INLINE int ra__may_be_short(const ra_desc *d) {
     return d->q_heads > d->kv_heads && d->dropout <= 0.0f &&
            !(d->scores & RA_SCORE_ALIBI);
@@ -11914,7 +11916,7 @@ RA__INLINE int ra__is_short(const ra_desc *d) {
     return d->tokens < RA_BLOCK_TOKENS && ra__may_be_short(d);
 }
 
-/* Bytes of the rows of one panel. */
+/* Memory in which a short call gathers the rows of a panel, of Q or of O. */
 static int64_t ra__short_bytes(const ra_desc *d) {
     return RA_BLOCK_TOKENS * ra__max(ra__row_bytes(d->q_dtype, d->k_dim),
                                      ra__row_bytes(d->o_dtype, d->v_dim));
@@ -11929,7 +11931,7 @@ static int64_t ra__query_position(const ra__local *c, int32_t b, int64_t row) {
     return s.pos;
 }
 
-/* Points each pair of a panel, from `pair` on, at its row of the bias. */
+/* Sets where the bias of each pair of a panel is, whose first pair is `pair`. */
 static void ra__short_bias(const ra_bias *bias, int32_t group, int64_t pair, ra__panel *p,
                            ra__rows *rows) {
     if (!bias->row_step && !bias->head_step) return;
@@ -11939,7 +11941,7 @@ static void ra__short_bias(const ra_bias *bias, int32_t group, int64_t pair, ra_
     p->score.bias_row_stride = 1;
 }
 
-/* Panel i of a task: pairs from `pair` on. */
+/* Loads panel i of a task: 64 pairs, of which some may be missing at the end. */
 static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x, int32_t i,
                            uint8_t *gather) {
     const ra_desc *d = &c->d;
@@ -11966,6 +11968,7 @@ static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x
     ra__panel_clear(&c->w, p);
 }
 
+/* Writes O and LSE of the pairs of panel i. */
 static void ra__short_save(const ra__local *c, const ra__task *t, const ra__scratch *x, int32_t i,
                            uint8_t *gather) {
     const ra_desc *d = &c->d;
@@ -11986,14 +11989,14 @@ static void ra__short_save(const ra__local *c, const ra__task *t, const ra__scra
     }
 }
 
-/* The heads of a token are adjacent in K and in V. */
+/* 1: the heads of a token are adjacent in K and in V. */
 static int ra__local_beside(const ra__local *c) {
     const ra_desc *d = &c->d;
     return c->kv[0].head == ra__row_bytes(d->k_dtype, d->k_dim) &&
            (d->v_in_k || c->kv[1].head == ra__row_bytes(d->v_dtype, d->v_dim));
 }
 
-/* Panels of one kv head of a sequence. */
+/* How many panels one kv head of sequence b has. */
 static int64_t ra__local_blocks(const ra__local *c, int32_t b) {
     int64_t group = c->d.q_heads / c->d.kv_heads;
     if (c->pairs) return ra__ceil_div(ra__q_len(&c->d, b) * group, RA_BLOCK_TOKENS);
@@ -12005,19 +12008,20 @@ typedef struct ra__thread { int ith, nth; } ra__thread;
 static const ra__thread ra__alone = { 0, 1 };
 
 /* -------------------------------------------------------------------------- tasks */
-/* The tasks of one thread, which may stop after any block of keys and go on in another thread. */
+/* A walk over the tasks of one thread. It may stop after any block of keys and go on in another
+ * thread. */
 typedef struct ra__local_walk {
-    ra__scratch x;                     /* x.next: the task after the one in hand */
-    ra__task t;                        /* in hand; count 0: all are done */
-    ra__item item;
-    uint8_t *gather;
-    int64_t passed, index;             /* tasks that were dealt out: of all; of `sequence` */
-    int32_t sequence, panels, heads;
+    ra__scratch x;                     /* x.next: the task after this one */
+    ra__task t;                        /* the current task; count 0: all are done */
+    ra__item item;                     /* all keys of its sequence */
+    uint8_t *gather;                   /* short calls: see ra__short_bytes */
+    int64_t passed, index;             /* tasks dealt so far: of all; of `sequence` */
+    int32_t sequence, panels, heads;   /* panels per kv head of a task, and its kv heads, at most */
     ra__thread who;
-    int32_t loaded;                    /* 1: the task in hand is */
+    int32_t loaded;                    /* 1: the current task is loaded */
 } ra__local_walk;
 
-/* Loads the rows of the task in hand, and points at all keys of its sequence. */
+/* Loads the rows of the current task. */
 static void ra__local_load(const ra__local *c, ra__local_walk *w) {
     const ra__task *t = &w->t;
     for (int32_t i = 0; c->pairs && i < t->heads * t->count; i++) {
@@ -12053,8 +12057,8 @@ static int32_t ra__even_heads(const ra_desc *d, int64_t most, int nth) {
     return best;
 }
 
-/* kv heads of a task of (token, head) pairs with at most `panels` panels, as many as nth threads
- * can share evenly, if the heads of a token are adjacent and the kernel takes block by block.
+/* kv heads per task of a short call, with at most `panels` panels together. There is one unless the
+ * heads of a token are adjacent and the kernel folds one block per call.
  * PERF: memory is read in the order of its addresses. Zen 4, 8 tokens, 32/8 heads of D 128, 32768
  * keys, one thread, one head -> 8: bf16 38.6 -> 26.9 ms, f16 61 -> 50, f32 61 -> 55; 16 tokens:
  * 62 -> 47, 106 -> 88, 98 -> 90. */
@@ -12065,7 +12069,7 @@ static int32_t ra__local_heads(const ra__local *c, int32_t panels, int32_t batch
     return ra__even_heads(&c->d, ra__min(c->d.kv_heads, panels / all), nth);
 }
 
-/* Panels of a task: fewer if threads would otherwise have no work. */
+/* Panels of a task, at most `panels`: fewer if threads would otherwise have no work. */
 static int32_t ra__local_panels(const ra__local *c, int32_t panels, int nth) {
     for (; nth > 1 && panels > 1; panels /= 2) {
         int64_t tasks = 0;
@@ -12101,7 +12105,7 @@ static ra__task ra__local_next(const ra__local *c, ra__local_walk *w) {
     return none;
 }
 
-/* panels: for which there is memory. */
+/* Begins a walk. panels: of a task, for which there is memory. */
 static void ra__local_begin(const ra__local *c, int32_t panels, uint8_t *memory, ra__thread who,
                             ra__local_walk *w) {
     ra__arena a = { memory, 0 };
@@ -12115,7 +12119,7 @@ static void ra__local_begin(const ra__local *c, int32_t panels, uint8_t *memory,
     w->t = ra__local_next(c, w);
 }
 
-/* Continues until w->x.left is used up. 1: all tasks are done. */
+/* Continues a walk until w->x.left is used up. 1: all tasks are done. */
 static int ra__local_some(const ra__local *c, ra__local_walk *w) {
     const uint32_t mode = ra__fp_enter();
     for (; w->t.count && w->x.left > 0; w->t = w->x.next) {
@@ -12141,37 +12145,38 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, r
 }
 
 /* ========================================================================== DECODE
- * Few query rows: M = tokens * Hq / Hkv (token, head) pairs read each kv head, in fours, with dot
- * products over Dk instead of lanes of rows. Memory is all here, so a task is several kv heads of a
- * sequence, and a stretch of tokens is read for all of them before the next one: where the heads of
- * a token are adjacent, memory is read and prefetched in the order of its addresses.
- * One row per kv head over keys that caches may hold takes stretches of 64 keys. The kernel gets
+ * Few query rows: at most 16 (token, head) pairs read each kv head. A kernel takes up to four of
+ * them at once, called a four, and computes dot products over Dk. Most of the time goes into
+ * reading memory. So a task has several kv heads of a sequence, and reads a stretch of 16 tokens
+ * for all of them before the next stretch: where the heads of a token are adjacent, memory is read
+ * and prefetched in the order of its addresses.
+ * With one row per kv head, and keys that caches may hold, a stretch is 64 keys. The kernel gets
  * all heads of a task in one call and reads 4 keys of all heads before the next 4, and f32 values
  * in pieces of several heads, which the processor prefetches by itself.
  * PERF: rows 2 KB apart share so few sets of the L1 cache that keys come from L2. Zen 4, f32,
  * beside a plain loop at -Ofast -march=native, head by head -> all heads: over 64 keys that begin
  * 16 bytes off a line 8 heads of D 64 1.37 -> 1.75 of its speed, 32 heads 1.31 -> 1.92.
  * PERF: memory of a stretch of 16 or 64 tokens is prefetched into the level 2 cache in the order of
- * its addresses, while the stretch before it is computed. The level 1 cache holds neither: rows
- * 4 KB apart share its sets, and the queries and sums of 8 heads fill it. Zen 4, 32/8 heads of
- * D 128, 32768 keys, one thread, share of what a reading loop gets: f32 62 -> 100 %, f16 62 -> 75,
- * bf16 61 -> 105; [Hkv][T][D]: 80 -> 105, 69 -> 72, 75 -> 100. What is left in f16 is arithmetic.
- * Prefetched into the level 1 cache the same stretches give 69 % in f32.
- * PERF: AMD's family 0x19 (Zen 3, Zen 4) decodes like that. Other processors take decode_near where
- * a kernel has it: stretches of two units, prefetched into the level 1 cache. Zen 5, the same
+ * its addresses, while the stretch before it is computed. Level 1 is too small: rows 4 KB apart
+ * share its sets, and the queries and sums of 8 heads fill it. Zen 4, 32/8 heads of D 128, 32768
+ * keys, one thread, share of the speed of a loop that only reads: f32 62 -> 100 %, f16 62 -> 75,
+ * bf16 61 -> 105; [Hkv][T][D]: 80 -> 105, 69 -> 72, 75 -> 100. In f16 the rest is arithmetic.
+ * Prefetched into level 1 the same stretches give 69 % in f32.
+ * PERF: AMD's family 0x19 (Zen 3, Zen 4) decodes in this way. Other processors use decode_near if
+ * the kernel has it: stretches of two units, prefetched into the level 1 cache. Zen 5, the same
  * [T][Hkv][D], gcc -O2, level 2 -> near: f32 66 -> 82 %, f16 57 -> 74, bf16 59 -> 79; two threads
  * 76 -> 94, 68 -> 89, 72 -> 86. [Hkv][T][D]: 71 -> 97, 59 -> 81, 67 -> 82; two threads 79 -> 101,
- * 72 -> 86, 79 -> 92. Queries and sums of 8 heads do not fit into the level 1 cache beside keys: a
- * loop that uses those of one head for all takes as long as reading. */
+ * 72 -> 86, 79 -> 92. The rest is misses of level 1, which does not hold the queries and sums of 8
+ * heads beside keys: a loop that uses those of one head for all is as fast as reading. */
 enum { RA__DECODE_PAIRS = 16, RA__DECODE_BYTES = 256 << 10,
        RA__DECODE_AHEAD = 16 << 10, RA__DECODE_NEAR_AHEAD = 4 << 10, RA__DECODE_CACHED = 16 << 20,
        RA__DECODE_PART = 16, RA__DECODE_SLOTS = 128 };
 
-/* One thread's state, and the task under way. */
+/* One thread's state and its current task. */
 typedef struct ra__decode {
     ra__decode_rows *few;              /* [heads][fours] */
     int32_t *pos;                      /* [64] of a block */
-    float *slot;                       /* [heads][fours] sums of the parts before, if any */
+    float *slot;                       /* [heads][fours] sums of the parts so far; null: one part */
     uint8_t *gathered;                 /* rows of a stretch that is in several pages */
     ra__paged paged;                   /* of the sequence */
     int32_t heads;                     /* most of a task */
@@ -12182,7 +12187,7 @@ typedef struct ra__decode {
     int32_t most;                      /* keys of a stretch that all rows see, unmodified */
     int32_t step;                      /* fours of this sequence: from head to head of few */
     int64_t last_row;                  /* of the keys */
-    ra__stream ahead[2];               /* over K and V, but for `at` */
+    ra__stream ahead[2];               /* over K and V, except `at` */
     int64_t rows_ahead[2];             /* rows from those computed to those prefetched */
     int32_t one_row;                   /* as in few, of the sequence */
     int32_t direct;                    /* 1: few have o */
@@ -12201,7 +12206,7 @@ typedef struct ra__decode {
     ra__decode_keys stretch[RA_BLOCK_TOKENS / 4][RA__DECODE_PAIRS / RA__DECODE_ROWS]; /* of block */
 } ra__decode;
 
-/* 1 if calls like this, with few enough tokens, take the decoding form. */
+/* 1 if calls like this take the decoding form when they have few enough tokens. */
 RA__INLINE int ra__may_decode(const ra_desc *d) {
     return d->q_heads / d->kv_heads <= RA__DECODE_PAIRS && d->dropout <= 0.0f;
 }
@@ -12230,8 +12235,8 @@ RA__INLINE int64_t ra__decode_limit(const ra_desc *d) {
     return ra__part_of(ra__max(blocks, 1) - 1) + 1;
 }
 
-/* 1 if several threads share out the parts of a sequence; otherwise each takes all parts of some kv
- * heads, with the same bits. */
+/* 1 if threads may divide the parts of a sequence among them; otherwise each takes all parts of
+ * some kv heads. Bits are the same. */
 RA__INLINE int ra__decode_shares(const ra_desc *d) {
     const int64_t limit = ra__decode_limit(d);
     return limit > 1 && limit <= RA__DECODE_SLOTS / d->sequences;
@@ -12286,8 +12291,8 @@ RA__INLINE int32_t ra__decode_rows_of(const ra__local *c) {
                    c->d.q_heads == c->d.kv_heads ? 1 : RA__DECODE_ROWS;
 }
 
-/* Bytes of the sums of all parts of all sequences, where several threads share out keys: enough for
- * every call with fewer tokens, keys or sequences. */
+/* Bytes of the sums of all parts of all sequences, if threads may divide parts among them. Enough
+ * for every call with fewer tokens, keys or sequences. */
 static int64_t ra__decode_slots(const ra_desc *d) {
     const int64_t group = d->q_heads / d->kv_heads;
     const int64_t pairs = ra__min(d->tokens * group, RA__DECODE_PAIRS);
@@ -12299,7 +12304,8 @@ static int64_t ra__decode_slots(const ra_desc *d) {
                         ra__ceil_div(pairs, RA__DECODE_ROWS) * ra__slot_floats(d) * 4, 64);
 }
 
-/* kv heads of a task: as many as nth threads can share evenly, or all if they share out keys. */
+/* kv heads of a task: as many as nth threads can share evenly. With one thread, or if threads
+ * divide parts among them, at most RA__DECODE_HEADS in equal portions. */
 static int32_t ra__decode_heads(const ra_desc *d, int nth) {
     const int64_t most = ra__ceil_div(d->kv_heads, ra__ceil_div(d->kv_heads, RA__DECODE_HEADS));
     return nth == 1 || ra__decode_shares(d) ? (int32_t)most : ra__even_heads(d, most, nth);
@@ -12371,7 +12377,7 @@ static int ra__decode_direct(const ra__local *c, const ra__decode *x, int64_t bl
            c->d.v_dim % RA__DECODE_DIMS == 0;
 }
 
-/* The kernel shall sum in acc after all. */
+/* Makes the kernel sum in acc after all: its heads have no `o` any more. */
 static void ra__decode_indirect(const ra__local *c, ra__decode *x) {
     for (int32_t h = 0; h < x->count && x->direct; h++) {
         x->few[h].o = NULL;
@@ -12395,7 +12401,7 @@ static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t he
     if (lse) memcpy(lse, &sum, sizeof sum);
 }
 
-/* Which keys of a block each row sees; the union. pos: of the array, or null. */
+/* Sets which keys of a block each row sees; returns the union. pos: of the array, or null. */
 static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *pos) {
     uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows), any = 0;
     int64_t first, last;
@@ -12415,9 +12421,9 @@ static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *
     return any;
 }
 
-/* Rows do not see a block that their bias hides for all heads. (Which heads a task has depends on
- * the number of threads. If it decided by those alone, a row with a NaN in Q would have other
- * bits.) The union of what rows see then. */
+/* Removes a block from what a row sees if the bias hides it for all heads; returns the union then.
+ * (All heads, because those of a task depend on the number of threads: deciding by them alone would
+ * change the bits of a row with a NaN in Q.) */
 static uint64_t ra__decode_hide(const ra__local *c, ra__decode *x, int32_t n) {
     const int32_t heads = c->w.t->bias.head_step ? c->d.q_heads : 1;
     uint64_t any = 0;
@@ -12433,8 +12439,8 @@ static uint64_t ra__decode_hide(const ra__local *c, ra__decode *x, int32_t n) {
     return any;
 }
 
-/* Keys [j, j + n) of the block as four `four` sees them; seen 0: none of them. Missing rows see
- * all. */
+/* Sets how four `four` sees keys [j, j + n) of the block; t->seen 0: it sees none of them. Missing
+ * rows see all. */
 static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra__decode_keys *t) {
     const uint32_t all = 0xffffu >> (RA__DECODE_KEYS -
                                      (t->n < RA__DECODE_KEYS ? t->n : RA__DECODE_KEYS));
@@ -12459,8 +12465,8 @@ static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra_
         t->seen |= (uint64_t)(bits[i % RA__DECODE_ROWS] >> i / RA__DECODE_ROWS & 1) << i;
 }
 
-/* Streams over the rows of all heads of the task, in stretches without a gap. How many rows ahead:
- * RA__DECODE_AHEAD bytes, but whole stretches of keys. */
+/* Sets the streams over the rows of all heads of the task, in pieces without a gap. They are
+ * RA__DECODE_AHEAD bytes ahead, rounded up to whole stretches of keys. */
 static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
     for (int i = 0; i < 2; i++) {
         const int64_t token = kv[i].token;
@@ -12475,7 +12481,7 @@ static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
     }
 }
 
-/* Points a stream as many rows beyond token row `row`. */
+/* Points the streams a that far beyond token row `row`. */
 static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view kv[2],
                              int64_t row) {
     for (int i = 0; i < 2; i++) {
@@ -12486,7 +12492,7 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
     }
 }
 
-/* Addresses of n rows of K and V of a head: where they are, or gathered out of their pages. */
+/* Sets the addresses of n rows of K and V of a head: in their page, or gathered from several. */
 RA__NOINLINE void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int64_t row,
                                      int32_t head, const ra__decode *x, ra__decode_keys *t) {
     const int64_t bytes[2] = { ra__row_bytes(d->k_dtype, d->k_dim),
@@ -12510,8 +12516,8 @@ RA__NOINLINE void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int
     ra__page_copy(&x->paged, &v, row, t->n, x->gathered + RA_BLOCK_TOKENS * bytes[0], bytes[1]);
 }
 
-/* The stretch of keys from `from` of a block, whose first is token row `row`, for all heads and
- * fours. */
+/* Folds the stretch of keys that begins at key `from` of a block, for all heads and fours. `row`:
+ * token row of the block. */
 static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
                             ra__decode *x) {
     const int more = x->now || (!x->lean && row + from + x->keys < ra__k_len(&c->d, x->sequence));
@@ -12539,7 +12545,7 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
     }
 }
 
-/* Keys of the stretches of a block. Chooses decode_near for it. */
+/* How many keys the stretches of a block have. Sets x->now: decode_near folds them. */
 static int32_t ra__decode_keys_of(ra__decode *x, const ra__seg *s) {
     const uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows);
     const int cut = x->paged.table && !ra__page_holds(&x->paged, s->row, s->rows);
@@ -12567,7 +12573,7 @@ static int32_t ra__decode_nears(const ra__local *c, const ra__decode *x, const r
     return d->k_dim % RA__DECODE_NEAR == 0 && d->v_dim % RA__DECODE_NEAR == 0;
 }
 
-/* One block of keys for all pairs and heads of the task. */
+/* Folds a block of keys for all pairs and heads of the task. */
 static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra__seg *s,
                              const int32_t *pos, ra__decode *x) {
     const int32_t keys = x->keys;
@@ -12593,7 +12599,7 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     x->keys = keys;
 }
 
-/* Rows of a sequence, and the parts of the blocks of keys that they see. */
+/* Sets the rows of x->sequence, and the parts of the blocks of keys that they see. */
 static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     const int64_t tokens = ra__k_len(&c->d, x->sequence), limit = ra__decode_limit(&c->d);
     int64_t first, last;
@@ -12635,7 +12641,7 @@ RA__INLINE size_t ra__slot_sums(const ra__decode_rows *f) {
     return (size_t)(f->one_row ? dims : RA__DECODE_ROWS * dims) * sizeof(float);
 }
 
-/* Sums of a four from and to a slot. */
+/* Loads the sums of a four from a slot, and stores them there. */
 static void ra__slot_load(ra__decode_rows *f, const float *slot) {
     memcpy(f->l, slot + RA__DECODE_ROWS, sizeof f->l);
     for (int32_t i = 0; i < 16; i++) f->m[i] = slot[i % RA__DECODE_ROWS];
@@ -12654,9 +12660,9 @@ static float *ra__slot_at(const ra__local *c, const ra__decode *x, float *slots,
     return slots + ((at * c->d.kv_heads + head) * x->fours + four) * ra__slot_floats(&c->d);
 }
 
-/* Ends a part. If it is the only one or the last, its sums become O. Otherwise they go to a slot:
- * one that all threads can read or, if slots is null, the thread's own, which sums the parts
- * before. */
+/* Ends a part. If it is the only one or the last, its sums become O. Otherwise they are stored in a
+ * slot: one of those that all threads read or, if slots is null, the thread's own, which then has
+ * the sums of all parts so far. */
 static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
     const int last = x->parts == 1 || (!slots && x->part + 1 == x->parts);
     if (x->direct && !x->few->o) return;
@@ -12681,7 +12687,7 @@ static int64_t ra__decode_cut(const ra__local *c, const ra__decode *x, int32_t p
     return ra__part_first(part + ra__min(ra__part_of(x->first), ra__decode_limit(&c->d) - 1));
 }
 
-/* Part x->part of the keys, for kv heads [x->head, x->head + x->count) of a sequence. */
+/* Computes part x->part of the keys for kv heads [x->head, x->head + x->count) of x->sequence. */
 static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     const int64_t tokens = ra__k_len(&c->d, x->sequence);
     const int64_t from = ra__decode_cut(c, x, x->part), to = ra__decode_cut(c, x, x->part + 1);
@@ -12706,7 +12712,7 @@ static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     ra__decode_end(c, x, slots);
 }
 
-/* O from the parts of all threads. */
+/* Merges the parts of all threads and writes O. */
 static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
     x->count = 1;
     for (x->sequence = 0; x->sequence < c->d.sequences; x->sequence++) {
@@ -12724,7 +12730,8 @@ static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
     }
 }
 
-/* Tasks of all sequences; runs those that begin at [from, to) of all blocks one after the other. */
+/* Goes through the tasks of all sequences and runs those whose first block, counted over all tasks,
+ * is in [from, to). Returns the number of blocks. */
 static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots, int64_t from,
                                 int64_t to) {
     int64_t index = 0;
@@ -12745,8 +12752,8 @@ static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots,
     return index;
 }
 
-/* 1 for the last of nth threads. *done need not be cleared: a value without the mark counts as 0.
- * After the last thread it is 0 again. */
+/* Counts a thread that has finished; 1 for the last of nth. *done need not be cleared: a value
+ * without the mark counts as 0. After the last thread it counts from 0 again. */
 static int ra__decode_last(int64_t *done, int nth) {
     const int64_t mark = (int64_t)0x52a77e9d31 << 24, most = ((int64_t)1 << 24) - 1;
     for (;;) {
@@ -12756,7 +12763,7 @@ static int ra__decode_last(int64_t *done, int nth) {
     }
 }
 
-/* shared, of several threads: a counter in 64 bytes, and slots. */
+/* All tasks of a thread. shared: of several threads, a counter in 64 bytes and slots. */
 static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, uint8_t *shared,
                            ra__thread who) {
     const int64_t row = ra__row_bytes(c->d.k_dtype, c->d.k_dim) +
@@ -12792,8 +12799,8 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
 }
 
 /* ========================================================================== ATTENTION
- * The calls of one rank: ra_attention, which chooses between LOCAL and DECODE, and the block
- * mathematics on a state of the caller's. */
+ * The forward calls of one rank: ra_attention, which chooses between LOCAL and DECODE, and the
+ * block mathematics on a state of the caller. */
 
 enum { RA__STACK_BYTES = 192 * 1024, RA__STACK_DECODE = 32 * 1024 };
 
@@ -12859,7 +12866,7 @@ RA__NOINLINE void ra__local_on_stack(const ra__local *c, int decode) {
     else ra__local_run(c, 1, (uint8_t *)at, ra__alone);
 }
 
-/* With as many kv heads at once as surely fit; `bytes` of one do. */
+/* The same with as many kv heads per task as fit; one takes `bytes`. */
 RA__NOINLINE void ra__decode_on_stack(const ra__local *c, int64_t bytes) {
     uint8_t memory[RA__STACK_DECODE + 64];
     uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
@@ -12867,7 +12874,7 @@ RA__NOINLINE void ra__decode_on_stack(const ra__local *c, int64_t bytes) {
     ra__decode_run(c, (int32_t)heads, (uint8_t *)at, NULL, ra__alone);
 }
 
-/* Pages of all keys. */
+/* Checks the pages of all keys. */
 static ra_status ra__check_tables_of(const ra__local *c, ra_error *e) {
     ra_status s = RA_OK;
     for (int32_t b = 0; c->d.page_tokens && b < c->d.sequences && !s; b++) {
@@ -12935,8 +12942,9 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     return ra__local_go(&c, workspace, bytes, who, decode);
 }
 
-/* One call of one thread in a form that the caller has chosen, with that form's kernel, in a
- * workspace that is large enough: DECODE at once, TILES as a walk. */
+/* For CACHE: a call of one thread, in a workspace that is large enough, with a kernel that the
+ * caller has chosen. ra__attend_decode takes the form of DECODE and returns when all is done.
+ * ra__attend_walk begins a walk of LOCAL. */
 typedef struct ra__attend { ra__local c; ra__local_walk walk; } ra__attend;
 
 static ra_status ra__attend_check(const ra_desc *d, const ra_tensors *t, ra__local *c,
@@ -12956,7 +12964,7 @@ static ra_status ra__attend_decode(const ra_desc *d, const ra_tensors *t, uint8_
     return s;
 }
 
-/* t and what it points at stay until the walk is done. */
+/* t and what it points to must stay valid until the walk is done. */
 static ra_status ra__attend_walk(const ra_desc *d, const ra_tensors *t, uint8_t *workspace,
                                  const ra__kernel *kernel, ra__attend *a) {
     ra_status s = ra__attend_check(d, t, &a->c, kernel);
@@ -13090,10 +13098,10 @@ RA__OPTIMIZE_BEGIN("O1")
 /* ========================================================================== LOCAL BACKWARD
  * Gradients on one rank. In: the tensors of a call, dO, and O and LSE of its forward pass. Out: dQ,
  * dK, dV, or sums of them in arrays of the caller's.
- * Work is divided into (sequence, KV head) pairs, and a thread does whole pairs. Pairs left over
- * when their number is not a multiple of nth are cut into pieces: dQ of some query blocks, or dK
- * and dV of some blocks of keys. Each piece computes S and dP again (7 matrix products instead of
- * 5). The sums, and so the bits, are the same. */
+ * Work is divided into (sequence, KV head) pairs, and a thread computes whole pairs. Those left
+ * over when their number is not a multiple of nth may be cut into pieces: dQ of some query blocks,
+ * or dK and dV of some blocks of keys. Each piece computes S and dP again (7 matrix products
+ * instead of 5). The sums, and so the bits, are the same. */
 typedef struct ra__back_local {
     ra__local c;
     ra__back b;
@@ -13121,6 +13129,7 @@ static int64_t ra__back_bytes(const ra_desc *d) {
     return a.used;
 }
 
+/* Computes the gradients of a slice that are requested. Sets the panels of p. */
 static void ra__back_run_piece(const ra__back_local *l, ra__back_slice *p, ra__back_memory *m) {
     const ra_desc *d = &l->c.d;
     const int32_t group = d->q_heads / d->kv_heads;
@@ -13151,7 +13160,8 @@ static void ra__back_run_piece(const ra__back_local *l, ra__back_slice *p, ra__b
     if (p->want_k) ra__grads_finish(&l->b, &item.c, p->t.kv_head, l->d_kv, &g);
 }
 
-/* The work of thread ith: whole pairs, then pieces of those left over; sinks by head. */
+/* The work of a thread: whole pairs, then pieces of those left over (cut if that is faster than
+ * leaving threads idle), then sinks by head. */
 static void ra__back_run(const ra__back_local *l, uint8_t *memory, ra__thread who) {
     const ra_desc *d = &l->c.d;
     const int64_t pairs = (int64_t)d->sequences * d->kv_heads, rest = pairs % who.nth;
@@ -13180,7 +13190,7 @@ static void ra__back_run(const ra__back_local *l, uint8_t *memory, ra__thread wh
         (void)ra__back_sink_some(&l->b, h, &m.x);
 }
 
-/* Points a checked call at the gradients. */
+/* Checks a call and its gradients, and sets up l. */
 static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_local *l) {
     ra__view view[4];
     ra_error *e = d->error;
@@ -13200,7 +13210,7 @@ static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_
     return RA_OK;
 }
 
-/* delta of all rows. */
+/* Writes delta of all rows, packed. */
 static void ra__delta_rows(const ra__work *w, ra__view d_o, const ra__kernel *kernel,
                            float *delta) {
     const ra_desc *d = w->d;
@@ -13215,7 +13225,7 @@ static void ra__delta_rows(const ra__work *w, ra__view d_o, const ra__kernel *ke
     ra__fp_leave(mode);
 }
 
-/* L0: every sequence and kv head, with the caller's arrays as the sums. */
+/* ra_fold_backward: every sequence and kv head, with the caller's arrays as the sums. */
 static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *memory) {
     const ra_desc *d = &l->c.d;
     const int32_t group = d->q_heads / d->kv_heads;
