@@ -13351,8 +13351,8 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
  * No deadlock. All links carry chunks in the order of the one list. Take the first chunk of the
  * list that has not finished its journey: it is at the head of its link, and the receiver's buffers
  * hold only chunks before it, which are done. So with one buffer or more something can always move.
- * ra__tour_steps shows it: it gives every message a step, and whatever a message waits for has an
- * earlier step.
+ * ra__tour_steps constructs such a run: it gives every message a step, and whatever a message waits
+ * for has an earlier step.
  *
  * Rounds. With RA_ORDER_ROUNDS each rank goes through the list of a forward pass in an order of its
  * own. Round i of a sequence is chunk i of every shard. A rank folds its own chunk, then that of
@@ -13402,19 +13402,19 @@ typedef struct ra__travel {
     int64_t need_row;                  /* bytes */
 } ra__travel;
 
-/* Entry of the list of rounds: a chunk, the first entry of its round, and how many that has. Owners
- * ascend in a round. */
+/* Entry of the list of rounds: a chunk, the first entry of its round, and how many entries the
+ * round has. Owners ascend in a round. */
 typedef struct ra__round { int32_t chunk, first, count; } ra__round;
 
-/* A segment of a chunk of keys among all of its sequence, which are sorted by `first`. */
+/* A segment of a chunk of keys. All places of a sequence are sorted by `first`. */
 typedef struct ra__place {
     int64_t first;                     /* smallest position */
-    int64_t top;                       /* largest position up to here */
-    int64_t blocks;                    /* of all places before this one */
+    int64_t top;                       /* largest position of this and all earlier places */
+    int64_t blocks;                    /* of all earlier places */
     int32_t chunk, seg;
 } ra__place;
 
-/* Adjacent keys of a rank: smallest and largest position. */
+/* A segment of the keys of a rank: smallest and largest position. */
 typedef struct ra__span { int64_t first, last; int32_t rank; } ra__span;
 
 typedef struct ra__exchange {          /* a call of sendrecv */
@@ -13436,8 +13436,8 @@ typedef struct ra__fold {
     uint16_t phase;                    /* backward: RA__AFTER, RA__BEFORE: which tiles */
 } ra__fold;
 typedef struct ra__recv { int32_t chunk, fold, send; } ra__recv;   /* from a neighbour */
-typedef struct ra__send { int32_t chunk, recv, fold; } ra__send;   /* goes after `fold` */
-typedef struct ra__own { int32_t chunk, fold, returned; } ra__own; /* fold: where it starts */
+typedef struct ra__send { int32_t chunk, recv, fold; } ra__send;   /* sent after `fold` */
+typedef struct ra__own { int32_t chunk, fold, returned; } ra__own; /* fold: the first visit */
 typedef struct ra__returned {          /* the gradient of an own chunk */
     int32_t chunk, own, fold;          /* fold: the second visit */
 } ra__returned;
@@ -13456,7 +13456,8 @@ typedef struct ra__pass_lists {
     const ra__chunk *chunk;            /* all chunks of the pass */
 } ra__pass_lists;
 
-/* Counts that size a rank's workspace. own: own chunks that leave; stays: those that do not. */
+/* Counts from which the size of a rank's workspace follows. own: own chunks that leave; stays:
+ * those that do not. */
 typedef struct ra__counts { int64_t tasks, recvs, sends, own, stays; } ra__counts;
 typedef struct ra__sizes {
     int64_t rows, key_rows;            /* of its longest sequence; key_rows with d.train */
@@ -13466,7 +13467,7 @@ typedef struct ra__sizes {
     ra__counts forward, back;
 } ra__sizes;
 
-/* Hashes of AGREED values as given, by what they concern. */
+/* Hashes of AGREED values as the caller set them, one for each group. */
 enum { RA__AGREE_SIZES, RA__AGREE_DTYPES, RA__AGREE_MASK, RA__AGREE_LAYOUT, RA__AGREE_SCORES,
        RA__AGREE_TRAINING, RA__AGREE_MESSAGES, RA__AGREE_PARTS };
 typedef struct ra__agreed { uint64_t part[RA__AGREE_PARTS]; } ra__agreed;
@@ -13479,7 +13480,8 @@ typedef struct ra__held {
                                         * position; earlier ones do not */
 } ra__held;
 
-/* A rank whose keys are read, and the entries of fold after which they are not read again. */
+/* A rank whose keys are read, and how many entries of the fold list are done when they are not read
+ * again. */
 typedef struct ra__source_rank { int64_t end; int32_t rank; } ra__source_rank;
 
 struct ra_plan {
@@ -13537,7 +13539,7 @@ RA__INLINE const ra__travel *ra__back_travel(const ra_plan *p) {
     return p->d.backward_travel == RA_TRAVEL_Q ? &p->queries : &p->keys;
 }
 
-/* The rank needs segment i of chunk c, needs any of the chunk. */
+/* 1: the rank needs segment i of chunk c; it needs any segment. */
 RA__INLINE int ra__need_seg(const ra__travel *t, int64_t c, int32_t i, int32_t rank) {
     int64_t bit = 2 * c + i;
     return (t->need[rank * t->need_row + bit / 8] >> (bit % 8)) & 1;
@@ -13546,7 +13548,7 @@ RA__INLINE int ra__need(const ra__travel *t, int64_t c, int32_t rank) {
     return ((t->need[rank * t->need_row + c / 4] >> (2 * c % 8)) & 3) != 0;
 }
 
-/* Rows of a rank, of its queries or keys. ARRAY positions are filled in by the pass. */
+/* The query rows or key rows of a rank. With ARRAY the pass fills in positions. */
 static ra__side ra__plan_side(const ra_plan *p, int keys, int32_t rank) {
     const ra_layout *l = &p->d.layout;
     const int64_t *run_begin = p->run_begin[keys];
@@ -13563,7 +13565,7 @@ static ra__side ra__plan_side(const ra_plan *p, int keys, int32_t rank) {
     return s;
 }
 
-/* Most rows that a rank has of a sequence. */
+/* Rows of the longest sequence on a rank. */
 static int64_t ra__plan_rows(const ra_plan *p, int keys, int32_t rank) {
     ra__side side = ra__plan_side(p, keys, rank);
     int64_t most = 0;
@@ -13572,7 +13574,7 @@ static int64_t ra__plan_rows(const ra_plan *p, int keys, int32_t rank) {
     return most;
 }
 
-/* A walk over the query blocks of a rank in a sequence. rows, bounds: of the block in hand. */
+/* A walk over the query blocks of a rank in a sequence. rows, bounds: of the current block. */
 typedef struct ra__query_walk {
     ra__side side;
     ra__seg seg, rows;
@@ -13603,7 +13605,8 @@ RA__INLINE int ra__queries_next(ra__query_walk *w) {
 /* Offsets of the positions, K, V and f32 gradients of a segment in its message. */
 typedef struct ra__message_offsets { int64_t pos, k, v, dk, dv; } ra__message_offsets;
 
-/* Positions, K and V of a segment from offset `at` on; returns where they end. */
+/* Places positions, K and V of a segment in a message from offset `at` on; returns where they
+ * end. */
 static int64_t ra__message_keys(const ra_desc *d, const ra__seg *s, int64_t at,
                                 ra__message_offsets *part) {
     int64_t heads = s->rows * d->kv_heads;
@@ -13616,8 +13619,8 @@ static int64_t ra__message_keys(const ra_desc *d, const ra__seg *s, int64_t at,
     return at + ra__round_up(heads * ra__row_bytes(d->v_dtype, d->v_dim), 64);
 }
 
-/* The f32 gradients of a chunk, all heads packed, from `at` on; returns where they end. Under
- * v_in_k dK has both. RA_TRAVEL_Q: dQ of both segments together, as dK of the first. */
+/* The same for the f32 gradients of a chunk, all heads packed. Under v_in_k dK has both.
+ * RA_TRAVEL_Q: dQ of both segments together, as dK of the first. */
 static int64_t ra__message_grads(const ra_desc *d, const ra__chunk *c, int64_t at,
                                  ra__message_offsets part[2]) {
     if (d->backward_travel == RA_TRAVEL_Q) {
@@ -13681,7 +13684,7 @@ RA__INLINE int32_t ra__back_to(const ra_plan *p, const ra__chunk *c, int32_t ran
     return returned ? c->owner : ra__rank_up(p, rank, p->back.direction);
 }
 
-/* Pieces of a chunk in a plan, whose positions are one run each: its segments, or its runs. */
+/* The parts of a chunk in a plan that have one run of positions each: its segments or its runs. */
 RA__INLINE int32_t ra__chunk_pieces(const ra__chunk *c) {
     return c->list.run ? (int32_t)c->list.count : c->segs;
 }
@@ -13689,7 +13692,8 @@ static ra__seg ra__chunk_piece(const ra__chunk *c, int32_t i) {
     return c->list.run ? ra__chunk_run(c, i) : c->seg[i];
 }
 
-/* The chunks of a list, cut between blocks so that they have nearly equally many rows. */
+/* Writes the chunks of a list of runs, cut between blocks so that they have nearly equally many
+ * rows; returns how many. */
 static int64_t ra__chunk_runs(const ra__side *side, int32_t b, ra__chunk *out) {
     const ra__run_list *l = &side->list;
     int64_t rows = ra__list_all(l).n[RA__ROWS], from = 0, count = 0;
@@ -13770,7 +13774,7 @@ typedef struct ra__spans { int64_t at[RA__SPANS][2]; int32_t n; } ra__spans;
 static int ra__spans_add(ra__spans *s, int64_t from, int64_t to) {
     int32_t i = s->n, end;
     if (from >= to) return 1;
-    while (i > 0 && s->at[i - 1][1] >= from) i--;      /* [i, end): what it touches */
+    while (i > 0 && s->at[i - 1][1] >= from) i--;      /* [i, end): spans that it joins */
     for (end = i; end < s->n && s->at[end][0] <= to; end++) {
         from = ra__min(from, s->at[end][0]);
         to = ra__max(to, s->at[end][1]);
@@ -13788,8 +13792,8 @@ static int ra__spans_add(ra__spans *s, int64_t from, int64_t to) {
     return 1;
 }
 
-/* What up to 64 viewers see: positions [at[i], at[i + 1]) by those with a bit in by[i]. Viewers are
- * ranks, or segments of chunks of queries. */
+/* Who sees what: the viewers with a bit in by[i] see positions [at[i], at[i + 1]). Up to 64 viewers
+ * are ranks, or segments of chunks of queries. */
 enum { RA__VIEWERS = 64, RA__VIEW_EDGES = 4 * RA__SPANS };
 typedef struct ra__views {
     int64_t at[RA__VIEW_EDGES];
@@ -13830,7 +13834,7 @@ static int ra__views_add(ra__views *v, const ra__spans *s, int32_t viewer) {
     return 1;
 }
 
-/* Who sees one of the positions [first, last]. */
+/* Which viewers see any of the positions [first, last]. */
 static uint64_t ra__views_of(const ra__views *v, int64_t first, int64_t last) {
     int32_t i = ra__views_above(v, first);
     uint64_t by = i ? v->by[i - 1] : 0;
@@ -13868,9 +13872,9 @@ static void ra__need_reach(const ra_plan *p, ra__chunk *c, int32_t i, int32_t ra
     c->down[i] = (int32_t)ra__max(c->down[i], ra__ranks_up(p, first, c->owner));
 }
 
-/* Marks what rows say about 32 chunks from c on and 64 ranks from `rank` on, both multiples. Row
- * 2 i + k is segment k of chunk c + i and has a bit per rank, or if by_rank is 1 the other way
- * round. Clears the rows. */
+/* Marks which of 64 ranks, from `rank` on, need which of 32 chunks, from c on; c and rank are
+ * multiples of 32 and 64. row[2 i + k] is segment k of chunk c + i and has a bit per rank, or if
+ * by_rank is 1 row[i] is rank + i and has a bit per segment. Clears the rows. */
 static void ra__need_block(const ra_plan *p, const ra__travel *t, int64_t c, int32_t rank,
                            uint64_t row[64], int by_rank) {
     if (by_rank) ra__bits_transpose(row);
@@ -13898,7 +13902,7 @@ static void ra__chunk_range(const ra__travel *t, int32_t b, int64_t *first, int6
     *end = edge[1];
 }
 
-/* Who sees something of segment i of a chunk of keys. */
+/* Which viewers see any of segment i of a chunk of keys. */
 static uint64_t ra__views_chunk(const ra__views *v, const ra__chunk *c, int32_t i) {
     int64_t first, last;
     ra__chunk_span(c, i, &first, &last);
@@ -13913,15 +13917,15 @@ static uint64_t ra__views_chunk(const ra__views *v, const ra__chunk *c, int32_t 
     return by;
 }
 
-/* What viewers see, gathered until there is no more room: then who needs what is marked, and it
- * begins anew. */
+/* What viewers see. When there is no more room, ra__needs_mark marks who needs which chunk, and
+ * the views begin anew. */
 typedef struct ra__needs {
     const ra_plan *p;
     int32_t rank;                      /* viewers are ranks from here on, */
     int64_t first, end;                /* which may need these chunks of keys; */
     const ra__span *span;              /* or not null: chunks of queries from `first` on, */
     int64_t spans;                     /* which may need these [spans] keys */
-    ra__spans seen;                    /* by the viewer in hand, not among the views yet */
+    ra__spans seen;                    /* by the current viewer, not among the views yet */
     ra__views views;
 } ra__needs;
 
@@ -13943,21 +13947,22 @@ static void ra__needs_mark(ra__needs *x) {
     x->views.n = 0;
 }
 
-/* The viewer in hand has seen all of x->seen. */
+/* Adds x->seen to the views of the current viewer. */
 static void ra__needs_view(ra__needs *x, int32_t viewer) {
     while (!ra__views_add(&x->views, &x->seen, viewer)) ra__needs_mark(x);
     x->seen.n = 0;
 }
 
-/* Rows of a viewer with these bounds may see all that ra__classify does not call empty. */
+/* Adds what rows of a viewer with these bounds may see: all that ra__classify does not call
+ * empty. */
 static void ra__needs_rows(ra__needs *x, const ra__bounds *b, int32_t viewer) {
     while (!ra__spans_add(&x->seen, b->lo_min, b->hi_max) ||
            !ra__spans_add(&x->seen, b->doc_min, b->keep_max))
         ra__needs_view(x, viewer);
 }
 
-/* Marks who needs which chunk of keys: rank r if a block of its queries may see one of the keys.
- * `rank` is a multiple of RA__VIEWERS. */
+/* Marks which chunks of keys of sequence b are needed by RA__VIEWERS ranks from `rank`, a multiple,
+ * on: a rank needs a chunk if a block of its queries may see one of the keys. */
 static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
     const int32_t ranks = (int32_t)ra__min(p->d.ranks - rank, RA__VIEWERS);
     const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
@@ -13976,8 +13981,8 @@ static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
     ra__needs_mark(&x);
 }
 
-/* Marks which ranks have keys that rows of chunks of queries of one sequence may see: of those
- * from c to the next multiple of 32, if they are before `end`. */
+/* Marks which ranks need chunks of queries [c, end) of one sequence, up to the next multiple of 32:
+ * a rank needs a chunk if the chunk's rows may see one of the rank's keys. */
 static void ra__chunk_q_needs(const ra_plan *p, int64_t c, int64_t end, const ra__span *span,
                               int64_t spans) {
     ra__needs x;
@@ -14002,7 +14007,7 @@ static void ra__chunk_q_needs(const ra_plan *p, int64_t c, int64_t end, const ra
     ra__needs_mark(&x);
 }
 
-/* Writes the keys of sequence b on all ranks; returns how many spans. */
+/* Writes the spans of the keys of sequence b on all ranks; returns how many. */
 static int64_t ra__key_spans(const ra_plan *p, int32_t b, ra__span *span) {
     int64_t n = 0;
     for (int32_t r = 0; r < p->d.ranks; r++) {
@@ -14018,8 +14023,8 @@ static int64_t ra__key_spans(const ra_plan *p, int32_t b, ra__span *span) {
 }
 
 /* -------------------------------------------------------------------------- tours
- * The journey of all chunks of one kind of pass around the ring. Backward, the gradient of a chunk
- * that leaves returns from the last rank that it visits. */
+ * A tour is the way of all chunks of one kind of pass around the ring. Backward, the gradient of a
+ * chunk that leaves its owner returns from the last rank that it visits. */
 typedef struct ra__tour {
     const ra_plan *p;
     const ra__travel *t;
@@ -14041,7 +14046,7 @@ RA__INLINE int32_t ra__tour_stations(const ra__tour *w, int64_t c) {
     return w->back ? ra__back_stations(w->p, &w->t->chunk[c]) : ra__chunk_hops(&w->t->chunk[c], 0);
 }
 
-/* Chunk k of a pass in the order of a rank. */
+/* Index of the k-th chunk in the order of a rank. */
 static int64_t ra__tour_chunk(const ra__tour *w, int32_t rank, int64_t k) {
     const ra__round *round = w->p->round;
     const int32_t next = rank + (w->direction > 0);
@@ -14060,7 +14065,7 @@ static int64_t ra__tour_chunk(const ra__tour *w, int32_t rank, int64_t k) {
     return round[at < 0 ? at + round->count : at < round->count ? at : at - round->count].chunk;
 }
 
-/* Chunk c comes to a rank that is not its owner; it leaves the rank, to the next one or back to its
+/* 1: chunk c comes to this rank from another; it leaves this rank, to the next one or back to its
  * owner. */
 RA__INLINE int ra__tour_arrives(const ra__tour *w, int64_t c, int32_t rank) {
     int32_t n = ra__tour_apart(w, w->t->chunk[c].owner, rank);
@@ -14128,7 +14133,7 @@ static int64_t ra__line_least(const ra__line *l, int64_t from, int64_t to, int64
     return least;
 }
 
-/* Makes one piece of them. */
+/* Makes one piece of the places [from, to), which chunks may leave from count `next` on. */
 static void ra__line_set(const ra__line *l, int64_t from, int64_t to, int64_t next) {
     for (int64_t x = from, end; x < to; x = end) {
         end = l->end[x];
@@ -14139,8 +14144,8 @@ static void ra__line_set(const ra__line *l, int64_t from, int64_t to, int64_t ne
     l->end[from] = to;
 }
 
-/* Lets every chunk start, in the order of the list, in the first step from which it can travel
- * without a stop. start[c]: that step, -1: it stays. Returns the number of steps.
+/* Starts every chunk, in the order of the list, in the first step from which it can travel without
+ * a stop. start[c]: that step, -1: it does not leave. Returns the number of steps.
  *
  * A rank sends and receives in the order of the list. A chunk that comes in one step is sent on in
  * the next, so a rank keeps at most one while another comes: that takes two buffers. With one
@@ -14183,62 +14188,63 @@ static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) 
 }
 
 /* -------------------------------------------------------------------------- exchanges
- * A transport that has only sendrecv blocks until the peer comes, so all ranks must agree when each
- * message moves. Every rank plays the pass of all ranks through, with computing that takes time and
- * a network that takes none, and gives every message a moment. Both sides find the same moment, and
- * make their exchanges in this order. Whatever a message waits for has an earlier moment: that is
- * why exchanges cannot deadlock, however long a rank really computes.
+ * A call of sendrecv blocks until the peer makes its own. So on a transport that has nothing else
+ * all ranks must agree when each message moves. Every rank plays the pass of all ranks through, as
+ * if computing took time and the network none, and gives every message a moment. Both sides of a
+ * message find the same moment, and a rank makes its exchanges in the order of moments. Whatever a
+ * message waits for has an earlier moment, so exchanges cannot deadlock, however long a rank really
+ * computes.
  *
- * A moment is a time, in units of work, and in its lower bits a count for what moves at one time.
- * Moments of gradients that return are odd and all others even, so a rank never receives two
- * messages at once.
+ * A moment is a time, in units of work; its lower bits order what moves at the same time. Moments
+ * of gradients that return are odd and all others even, so a rank never receives two messages at
+ * once.
  *
- * Work is an estimate: what a few blocks of queries see of the chunk (with RA_TRAVEL_Q: what blocks
- * of the chunk see of the rank's keys). A poor one costs time and nothing else. */
+ * Work is estimated from what a few blocks of queries see of the chunk (with RA_TRAVEL_Q: from what
+ * blocks of the chunk see of the rank's keys). A poor estimate costs time and nothing else. */
 enum { RA__MOMENT_BITS = 24, RA__WORK_BITS = 36, RA__SAMPLES = 64 };
 
 typedef struct ra__play_slot { int64_t arrived, folded, sent; } ra__play_slot;
 
-/* What a rank has done. send, fold: the next chunk, in its order, that it looks at for sending and
- * for folding. home: the next of the list that returns. Message i of a kind is in slot i mod
- * slots. */
-typedef struct ra__play_seat {
-    int64_t send, fold, home;
-    int64_t received, sent_on, visited; /* chunks of others that have come; are past `send`; are
-                                        * past `fold` */
-    int64_t started, own_sent, returned, ended; /* own chunks that leave: first visit, sent, back,
-                                        * second visit */
-    int64_t next_send, next_receive, next_return; /* not before these moments */
-    int64_t busy;                      /* it has folded everything before `fold` */
+/* What a rank has done. send, fold: the next chunk, in its order, to be considered for sending and
+ * for folding. return_chunk: the next of its own chunks to return. Message i of a kind is in slot
+ * i mod slots. */
+typedef struct ra__play_rank {
+    int64_t send, fold, return_chunk;
+    int64_t received, sent_on, visited; /* chunks of others that have come; those of them that
+                                        * `send`, `fold` have passed */
+    int64_t started, own_sent, returned, ended; /* own chunks that leave: that had their first
+                                        * visit, were sent, are back, had their second visit */
+    int64_t next_send, next_receive, next_return; /* the earliest moments of these */
+    int64_t busy;                      /* when it has folded everything before `fold` */
     int64_t group, group_keys, group_from; /* forward: when the chunks that it folds together
                                         * began, their keys, the first received one of them */
-    int64_t released;                  /* latest moment of a slot that is free again */
+    int64_t released;                  /* when the latest slot that was reused became free */
     int64_t blocks, own, own_first, own_last; /* of this sequence: its blocks of what stays, of what
-                                        * travels, and those of the visits so far */
+                                        * travels; those of the first and second visits so far */
     int64_t own_next;                  /* own chunk whose second visit is next */
     int64_t own_folded[RA__PACK_SLOTS], own_left[RA__PACK_SLOTS];
     int64_t came_back[RA__RETURN_SLOTS], folded_again[RA__RETURN_SLOTS];
     int32_t sequence;                  /* of the blocks; -1: none yet */
     int32_t samples;                   /* of queries that stay */
-} ra__play_seat;
+} ra__play_rank;
 
-/* A chunk: `stations` as ra__tour_stations, and the next chunk of its owner that leaves. */
+/* A chunk. stations: see ra__tour_stations. next: the next chunk of its owner that leaves. */
 typedef struct ra__play_chunk { int32_t owner, sequence, stations, next; } ra__play_chunk;
 
 /* Chunks that are folded together. */
 typedef struct ra__play_work { int64_t begin, end, folds; } ra__play_work;
 
-/* Scratch of a plan, and how far its exchanges are made. */
+/* Scratch of a plan for its exchanges. */
 enum { RA__PLAY_NONE, RA__PLAY_STARTED, RA__PLAY_DONE };
 typedef struct ra__play {
-    ra__play_seat *seat;               /* [ranks] */
+    ra__play_rank *rank;               /* [ranks] */
     ra__play_slot *slot;               /* [ranks][ra__play_slots] */
     ra__bounds *seen;                  /* [ranks][ra__play_samples] by blocks of queries */
     ra__play_chunk *chunk;             /* [chunks] */
     int64_t *moment[3];                /* of this rank's messages: sent, received, returned */
     ra__play_work *work;               /* what this rank folds, in order */
-    int64_t *come;                     /* when each entry of its fold list and all before it have
-                                        * come */
+    int64_t *come;                     /* [folds] when the chunks of this rank's fold list up to an
+                                        * entry have come */
     uint8_t *stores;                   /* forward, [folds]: 1: a group begins with this entry of
                                         * the fold list; all tasks are stored before it */
     int64_t count[3], works, comes, stored, last_slot; /* stored: the next one of `stores` */
@@ -14246,7 +14252,7 @@ typedef struct ra__play {
     int32_t state;                     /* atomic: RA__PLAY_* */
 } ra__play;
 
-/* Slots of a rank: a power of two, at least as many as buffers. The slot of message i. */
+/* Slots of a rank: a power of two, at least as many as buffers; the slot of message i. */
 RA__INLINE int64_t ra__play_slots(const ra_plan *p) {
     int64_t n = 1;
     while (n < p->d.buffers) n *= 2;
@@ -14255,8 +14261,9 @@ RA__INLINE int64_t ra__play_slots(const ra_plan *p) {
 RA__INLINE ra__play_slot *ra__play_at(const ra__play *y, int32_t rank, int64_t i) {
     return &y->slot[(rank * (y->last_slot + 1)) + (i & y->last_slot)];
 }
-/* Blocks of queries to look at per rank. Many ranks have many chunks, each of which takes time for
- * every sample. Few samples per chunk of a shard make a poor estimate of its two visits. */
+/* Samples per rank: blocks of queries from which work is estimated. Each chunk takes time for every
+ * sample, and many ranks have many chunks. With few samples per chunk of a shard the two visits of
+ * a chunk are estimated poorly. */
 RA__INLINE int64_t ra__play_samples(const ra_plan *p) {
     return p->d.ranks > 64 ? 4 : ra__max(16, ra__min(RA__SAMPLES, 512 / p->d.ranks));
 }
@@ -14264,8 +14271,8 @@ RA__INLINE ra__bounds *ra__play_seen_by(const ra__tour *w, const ra__play *y, in
     return &y->seen[rank * ra__play_samples(w->p)];
 }
 
-/* How many keys of a run that ends at `last` are in its blocks with keys at [lo, hi): a tile takes
- * as long if some rows do not see all of it. */
+/* How many keys of a run that ends at `last` are in blocks with keys at [lo, hi): a tile takes the
+ * same time if rows see only a part of it. */
 RA__INLINE int64_t ra__play_keys(const ra__seg *s, int64_t last, int64_t lo, int64_t hi) {
     if (hi <= s->pos || lo > last) return 0;           /* most: this or all */
     if (hi > last && lo <= s->pos) return s->rows;
@@ -14289,16 +14296,17 @@ static int64_t ra__play_keys_seen(const ra__seg *s, const ra__bounds *x, int64_t
     return all;
 }
 
-/* Which of `blocks` blocks is sample i of n. Even and odd ones in turn: they mirror each other in
- * zigzag, and the first rows of a chunk of two blocks see one of them, the others both. */
+/* Which of `blocks` blocks is sample i of n. Even and odd blocks in turn: in zigzag they mirror
+ * each other, and of a chunk of two blocks the first rows see one and the others both. */
 RA__INLINE int64_t ra__play_sample(int64_t i, int64_t blocks, int64_t n) {
     return ra__min((2 * i + 1) * blocks / (2 * n) / 2 * 2 + i % 2, blocks - 1);
 }
 
-/* Sets what some of a rank's blocks of queries see, in the order of units; none with ARRAY. */
-static void ra__play_sights(const ra__tour *w, ra__play *y, int32_t rank) {
+/* Sets what the samples of a rank's queries see, in the order of units; there are none with ARRAY
+ * or RA_TRAVEL_Q. */
+static void ra__play_sample_masks(const ra__tour *w, ra__play *y, int32_t rank) {
     const ra__side side = ra__plan_side(w->p, 0, rank);
-    ra__play_seat *s = &y->seat[rank];
+    ra__play_rank *s = &y->rank[rank];
     const int64_t n = ra__min(ra__play_samples(w->p), s->blocks);
     ra__chunk all;
     int32_t which;
@@ -14312,7 +14320,7 @@ static void ra__play_sights(const ra__tour *w, ra__play *y, int32_t rank) {
     }
 }
 
-/* A run of positions like those of a chunk's segment. */
+/* A single run of positions that is similar to those of a chunk's segment. */
 static ra__seg ra__play_seg(const ra__chunk *c, int32_t i) {
     ra__seg s = c->seg[i];
     if (!c->list.run) return s;
@@ -14322,8 +14330,8 @@ static ra__seg ra__play_seg(const ra__chunk *c, int32_t i) {
     return s;
 }
 
-/* RA_TRAVEL_Q: what some blocks of a chunk of queries see of a rank's keys, or of some runs of
- * them. */
+/* RA_TRAVEL_Q: work of a chunk of queries on a rank, from some of its blocks and, with RUNS, some
+ * runs of the rank's keys. */
 static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank) {
     ra__side side = ra__plan_side(w->p, 1, rank);
     const int64_t blocks = ra__chunk_blocks(c), n = ra__min(ra__play_samples(w->p), blocks);
@@ -14361,7 +14369,7 @@ RA__INLINE int ra__play_arrives(const ra__tour *w, const ra__play_chunk *c, int3
     return n > 0 && n <= c->stations;
 }
 
-/* This rank has folded something, after `begin` or together with what it folded before. */
+/* Notes what this rank has folded: from `begin` on, or joined to what it folded before. */
 static void ra__play_note(const ra__tour *w, ra__play *y, int32_t rank, int64_t begin,
                           int64_t ready, int joins) {
     ra__play_work *work = &y->work[y->works];
@@ -14375,14 +14383,14 @@ static void ra__play_note(const ra__tour *w, ra__play *y, int32_t rank, int64_t 
     if (joins) work--;
     else y->works++;
     if (!joins) work->begin = begin;
-    work->end = y->seat[rank].busy;
+    work->end = y->rank[rank].busy;
     work->folds = (joins ? work->folds : 0) + 1;
 }
 
-/* Work of a chunk on a rank, of the rows of samples from `first` to `end`. */
+/* Work of a chunk on a rank, as far as samples [first, end) stand for its rows. */
 static int64_t ra__play_some(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c,
                              int64_t first, int64_t end) {
-    const ra__play_seat *s = &y->seat[rank];
+    const ra__play_rank *s = &y->rank[rank];
     const ra__chunk *chunk = &w->t->chunk[c];
     int64_t all = 0;
     for (int32_t i = 0; i < (chunk->list.run ? 1 : chunk->segs); i++) {
@@ -14395,17 +14403,17 @@ static int64_t ra__play_some(const ra__tour *w, const ra__play *y, int32_t rank,
 /* Work of a chunk on a rank. */
 static int64_t ra__play_all(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c) {
     if (w->p->d.layout.kind == RA_LAYOUT_ARRAY)
-        return ra__mul_sat(ra__chunk_rows(&w->t->chunk[c]), y->seat[rank].blocks);
+        return ra__mul_sat(ra__chunk_rows(&w->t->chunk[c]), y->rank[rank].blocks);
     if (w->t == &w->p->queries) return ra__play_seen(w, &w->t->chunk[c], rank);
-    return ra__play_some(w, y, rank, c, 0, y->seat[rank].samples);
+    return ra__play_some(w, y, rank, c, 0, y->rank[rank].samples);
 }
 
-/* Work of an own chunk, which is folded once or in two parts of the rows that stay: those before
- * the chunk's place in the shard come second. Rows of a unit's own count with the first part. Where
- * not every block is a sample, work is taken to be proportional to rows. */
+/* Work of one visit of an own chunk. If it has two, the second is with the rows of units before its
+ * own, the first with all others. Where not every block is a sample, the work of a visit is taken
+ * to be proportional to its rows. */
 static int64_t ra__play_part(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c,
                              int second) {
-    const ra__play_seat *s = &y->seat[rank];
+    const ra__play_rank *s = &y->rank[rank];
     const int64_t own = ra__max(2 * s->own, 1), n = s->samples;
     const int64_t middle = 2 * (second ? s->own_last : s->own_first) +
                            ra__chunk_blocks(&w->t->chunk[c]) - w->t->chunk[c].segs;
@@ -14419,10 +14427,10 @@ static int64_t ra__play_part(const ra__tour *w, const ra__play *y, int32_t rank,
     return second ? before : all - before;
 }
 
-/* The second visit of the own chunk of a rank that started first, if it comes before chunk c; as
- * ra__lists_late. */
+/* Makes the next second visit of a rank if it comes before chunk c, as in ra__lists_late. 0: it
+ * does not; -1: it does, and the chunk is not back yet. */
 static int ra__play_again(const ra__tour *w, ra__play *y, int32_t rank, int64_t c) {
-    ra__play_seat *s = &y->seat[rank];
+    ra__play_rank *s = &y->rank[rank];
     int64_t i = s->ended % RA__RETURN_SLOTS, begin, again, start;
     const int64_t *step = w->p->start;
     const ra__play_chunk *chunk = &y->chunk[c];
@@ -14444,10 +14452,10 @@ static int ra__play_again(const ra__tour *w, ra__play *y, int32_t rank, int64_t 
     return 1;
 }
 
-/* Forward: chunks that have come are folded together, up to RA__GROUP_KEYS keys, and end
- * together. */
+/* Folds chunk c on a rank, which may begin at `ready`. Forward, chunks that have come are folded as
+ * a group of up to RA__GROUP_KEYS keys, and the buffers of a group become free together. */
 static void ra__play_group(const ra__tour *w, ra__play *y, int32_t rank, int64_t c, int64_t ready) {
-    ra__play_seat *s = &y->seat[rank];
+    ra__play_rank *s = &y->rank[rank];
     const int32_t n = w->p->d.buffers;
     const int joins = !w->back && !w->p->d.engine && s->group_keys < RA__GROUP_KEYS &&
                       s->group_keys && ready >> RA__MOMENT_BITS <= s->group >> RA__MOMENT_BITS;
@@ -14466,9 +14474,9 @@ static void ra__play_group(const ra__tour *w, ra__play *y, int32_t rank, int64_t
     ra__play_note(w, y, rank, begin, ready, joins);
 }
 
-/* The next visit of a chunk to a rank; 0: it must wait, or has had all. */
+/* Makes the next visit of a chunk to a rank; 0: it must wait, or there is none. */
 static int ra__play_visit(const ra__tour *w, ra__play *y, int32_t rank) {
-    ra__play_seat *s = &y->seat[rank];
+    ra__play_rank *s = &y->rank[rank];
     const ra__play_chunk *chunk;
     int64_t ready = 0, c;
     int again = ra__play_again(w, y, rank, s->fold), own, leaves;
@@ -14481,7 +14489,7 @@ static int ra__play_visit(const ra__tour *w, ra__play *y, int32_t rank) {
         s->blocks = ra__play_blocks(w, 1, rank, s->sequence);
         s->own = ra__play_blocks(w, 0, rank, s->sequence);
         s->own_first = s->own_last = s->group_keys = 0;
-        ra__play_sights(w, y, rank);
+        ra__play_sample_masks(w, y, rank);
     }
     own = chunk->owner == rank;
     leaves = own && w->back && chunk->stations;
@@ -14503,7 +14511,7 @@ static int ra__play_visit(const ra__tour *w, ra__play *y, int32_t rank) {
 
 /* The first moment at which a rank may send chunk c; -1: not known yet. */
 static int64_t ra__play_ready(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c) {
-    const ra__play_seat *s = &y->seat[rank];
+    const ra__play_rank *s = &y->rank[rank];
     const ra__play_slot *slot = ra__play_at(y, rank, s->sent_on);
     if (y->chunk[c].owner == rank) {
         if (!w->back) return s->next_send;
@@ -14516,7 +14524,7 @@ static int64_t ra__play_ready(const ra__tour *w, const ra__play *y, int32_t rank
 
 /* The first moment at which a rank may receive from the one before it; -1: not known yet. */
 static int64_t ra__play_free(const ra__tour *w, ra__play *y, int32_t rank) {
-    ra__play_seat *s = &y->seat[rank];
+    ra__play_rank *s = &y->rank[rank];
     const int32_t n = w->p->d.buffers;
     const int64_t before = s->received - n;
     if (before >= 0) {
@@ -14528,10 +14536,10 @@ static int64_t ra__play_free(const ra__tour *w, ra__play *y, int32_t rank) {
 }
 
 /* The first moment at which the owner of chunk c may receive its gradient; -1: not known yet. */
-static int64_t ra__play_home(const ra__tour *w, const ra__play *y, int64_t c) {
-    const ra__play_seat *s = &y->seat[y->chunk[c].owner];
+static int64_t ra__play_return(const ra__tour *w, const ra__play *y, int64_t c) {
+    const ra__play_rank *s = &y->rank[y->chunk[c].owner];
     const int64_t before = s->returned - RA__RETURN_SLOTS;
-    if (s->home != c || (w->p->owner_folds_twice && s->ended <= before)) return -1;
+    if (s->return_chunk != c || (w->p->owner_folds_twice && s->ended <= before)) return -1;
     if (before < 0 || !w->p->owner_folds_twice) return s->next_return;
     return ra__max(s->next_return, s->folded_again[before % RA__RETURN_SLOTS]);
 }
@@ -14541,10 +14549,10 @@ static void ra__play_record(const ra__tour *w, ra__play *y, int32_t rank, int32_
     if (rank == w->p->d.rank) y->moment[kind][y->count[kind]++] = moment;
 }
 
-/* What is sent, at which moment. */
-enum { RA__LEAVES, RA__ARRIVES, RA__RETURNS_TO };
+/* Moves the next message of a rank. */
+enum { RA__LEAVES, RA__ARRIVES, RA__RETURNS_TO };          /* index of ra__play.moment */
 static void ra__play_move(const ra__tour *w, ra__play *y, int32_t rank, int32_t to, int64_t when) {
-    ra__play_seat *s = &y->seat[rank], *o = &y->seat[to];
+    ra__play_rank *s = &y->rank[rank], *o = &y->rank[to];
     const ra__play_chunk *c = &y->chunk[ra__tour_chunk(w, rank, s->send++)];
     const int returns = c->owner == to;
     s->next_send = when + 1;
@@ -14555,7 +14563,7 @@ static void ra__play_move(const ra__tour *w, ra__play *y, int32_t rank, int32_t 
     if (returns) {
         o->came_back[o->returned++ % RA__RETURN_SLOTS] = when;
         o->next_return = when + 1;
-        o->home = c->next;
+        o->return_chunk = c->next;
     } else {
         ra__play_slot *slot = ra__play_at(y, to, o->received++);
         slot->arrived = when;
@@ -14564,9 +14572,9 @@ static void ra__play_move(const ra__tour *w, ra__play *y, int32_t rank, int32_t 
     }
 }
 
-/* The next message of a rank; 0: it must wait, or has sent all. */
+/* Sends the next message of a rank; 0: it must wait, or there is none. */
 static int ra__play_send(const ra__tour *w, ra__play *y, int32_t rank) {
-    ra__play_seat *s = &y->seat[rank];
+    ra__play_rank *s = &y->rank[rank];
     for (; s->send < w->t->chunks; s->send++) {
         const int64_t c = ra__tour_chunk(w, rank, s->send);
         const int32_t owner = y->chunk[c].owner, hop = ra__tour_apart(w, owner, rank);
@@ -14577,7 +14585,7 @@ static int ra__play_send(const ra__tour *w, ra__play *y, int32_t rank) {
             const int returns = hop == stations;
             const int32_t to = returns ? owner : ra__rank_up(w->p, rank, w->direction);
             ready = ra__play_ready(w, y, rank, c);
-            free = ready < 0 ? -1 : returns ? ra__play_home(w, y, c) : ra__play_free(w, y, to);
+            free = ready < 0 ? -1 : returns ? ra__play_return(w, y, c) : ra__play_free(w, y, to);
             if (free < 0) return 0;
             free = ra__max(free, ready);
             ra__play_move(w, y, rank, to, free + ((free & 1) != returns));
@@ -14589,7 +14597,7 @@ static int ra__play_send(const ra__tour *w, ra__play *y, int32_t rank) {
     return 0;
 }
 
-/* Work fits into RA__WORK_BITS, all ranks together. */
+/* The shift with which the work of all ranks together fits into RA__WORK_BITS. */
 static int32_t ra__play_shift(const ra__tour *w) {
     int64_t all = 0, blocks = 0;
     int32_t shift = 0;
@@ -14607,22 +14615,22 @@ static int32_t ra__play_shift(const ra__tour *w) {
 static void ra__play_start(const ra__tour *w, ra__play *y) {
     const int32_t ranks = w->p->d.ranks;
     y->last_slot = ra__play_slots(w->p) - 1;
-    memset(y->seat, 0, (size_t)ranks * sizeof *y->seat);
+    memset(y->rank, 0, (size_t)ranks * sizeof *y->rank);
     memset(y->slot, 0, (size_t)(ranks * (y->last_slot + 1)) * sizeof *y->slot);
     memset(y->count, 0, sizeof y->count);
     y->works = y->comes = y->stored = 0;
     y->shift = ra__play_shift(w);
     for (int32_t r = 0; r < ranks; r++) {
-        y->seat[r].sequence = -1;
-        y->seat[r].home = w->t->chunks;
+        y->rank[r].sequence = -1;
+        y->rank[r].return_chunk = w->t->chunks;
     }
     for (int64_t c = w->t->chunks; c-- > 0;) {
         ra__play_chunk *chunk = &y->chunk[c];
         chunk->owner = w->t->chunk[c].owner;
         chunk->sequence = w->t->chunk[c].sequence;
         chunk->stations = ra__tour_stations(w, c);
-        chunk->next = (int32_t)y->seat[chunk->owner].home;
-        if (chunk->stations) y->seat[chunk->owner].home = c;
+        chunk->next = (int32_t)y->rank[chunk->owner].return_chunk;
+        if (chunk->stations) y->rank[chunk->owner].return_chunk = c;
     }
 }
 
@@ -14632,18 +14640,18 @@ static void ra__play_through(const ra__tour *w, ra__play *y) {
     int any = 1;
     ra__play_start(w, y);
     while (any) {
-        any = 0;                       /* folds first: a group must be complete before a receive
-                                        * waits for its end */
+        any = 0;                       /* folds first: a receive may wait for the end of a group,
+                                        * which must be complete then */
         for (int32_t r = 0; r < ranks; r++)
             while (ra__play_visit(w, y, r)) any = 1;
         for (int32_t r = 0; r < ranks; r++) any |= ra__play_send(w, y, r);
     }
     for (int32_t r = 0; r < ranks; r++)
-        RINGATTN_ASSERT(y->seat[r].send == w->t->chunks && y->seat[r].fold == w->t->chunks);
+        RINGATTN_ASSERT(y->rank[r].send == w->t->chunks && y->rank[r].fold == w->t->chunks);
 }
 
-/* Sets how much this rank has computed before each of its exchanges, of `tiles` in all. x->step is
- * its moment. */
+/* Sets how much of its `tiles` this rank has computed before each of its exchanges; x->step is the
+ * moment of an exchange. */
 static void ra__play_progress(const ra__play *y, int64_t tiles, ra__exchange *x, int64_t count) {
     int64_t all = 0, done = 0, folds = 0, come = 0, k = 0;
     for (int64_t i = 0; i < y->works; i++)
@@ -14665,8 +14673,8 @@ static void ra__play_progress(const ra__play *y, int64_t tiles, ra__exchange *x,
     }
 }
 
-/* Writes this rank's exchanges, in the order of their moments; returns how many. tiles: that this
- * rank computes. */
+/* Writes this rank's exchanges, in the order of their moments; returns how many. tiles: how many
+ * this rank computes. */
 static int64_t ra__tour_exchanges(const ra__tour *w, ra__play *y, int64_t tiles,
                                   ra__exchange *out) {
     int64_t next[3] = { 0, 0, 0 }, count = 0;
@@ -15425,7 +15433,7 @@ static void ra__play_carve(ra__arena *a, ra_plan *p) {
     memset(&y, 0, sizeof y);
     p->play = (ra__play *)ra__carve(a, (int64_t)sizeof y);
     if (ranks < 2) return;
-    y.seat = (ra__play_seat *)ra__carve(a, ranks * (int64_t)sizeof *y.seat);
+    y.rank = (ra__play_rank *)ra__carve(a, ranks * (int64_t)sizeof *y.rank);
     y.slot = (ra__play_slot *)ra__carve(a, ranks * ra__play_slots(p) * (int64_t)sizeof *y.slot);
     y.seen = (ra__bounds *)ra__carve(a, ranks * ra__play_samples(p) * (int64_t)sizeof *y.seen);
     y.chunk = (ra__play_chunk *)ra__carve(a, chunks * (int64_t)sizeof *y.chunk);
