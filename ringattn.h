@@ -14711,7 +14711,8 @@ RA__OPTIMIZE_BEGIN("Og")
  * The memory of a ring: its structs, how they are laid out in one workspace, and how many bytes
  * that takes. The plan reports these bytes, so they are counted here, before it. */
 
-/* Longest gradients of a chunk; RA_TRAVEL_Q: longest message, which holds its rows too. */
+/* Bytes of the longest gradients of a chunk; RA_TRAVEL_Q: of the longest message, which has the
+ * chunk's rows too. */
 static int64_t ra__plan_grad_bytes(const ra_plan *p) {
     const ra__travel *t = ra__back_travel(p);
     ra__message_offsets part[2];
@@ -14756,9 +14757,9 @@ typedef struct ra__tickets {
 
 /* The threads of a ring or a cache: who is inside a call, and how it ends. */
 typedef struct ra__crew {
-    int32_t state;                     /* RA_RING_*, RA__RING_ENDING; RUNNING ends once, by the
-                                        * thread that swaps it first. All here except parted and
-                                        * shared is atomic */
+    int32_t state;                     /* RA_RING_*, RA__RING_ENDING. The first thread that swaps
+                                        * RUNNING for another state ends the pass. All here except
+                                        * parted and shared is atomic */
     int32_t failed;                    /* status, set once the failure is recorded */
     int32_t comm;                      /* 1: a thread talks to the transport */
     int32_t inside;                    /* threads that are in a step */
@@ -14780,47 +14781,51 @@ typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chun
     uint64_t hash;                     /* of all agreed values */
     int64_t length;                    /* of the message that left the owner */
     int32_t origin, chunk;
-    uint32_t sum[2];                   /* CRC-32C of what follows, or 0: [1] at this length, [0] at
-                                        * any other. If messages carry addresses [0] is the address
-                                        * space of the sender */
+    uint32_t sum[2];                   /* CRC-32C of what follows, or 0: [1] if the message has this
+                                        * length, [0] if it has another. If messages carry addresses
+                                        * [0] is the address space of the sender */
     uint64_t parts, check;             /* a byte of each part of the hash; hash of all before */
 } ra__frame;
 
 typedef struct ra__address {           /* instead of the chunk, where memory is shared */
     const uint8_t *k, *v;              /* row 0 of the owner's shard of this sequence */
     const int32_t *pos;
-    int64_t *alive;                    /* counts while a reader makes progress with anything */
+    int64_t *alive;                    /* readers count it up while they make progress */
     int64_t k_token, k_head, v_token, v_head;
     uint8_t *grad;                     /* backward: the chunk's gradients, see ra__message_grads */
     int64_t spare[7];
 } ra__address;
 
-/* Multiply-adds that a step does in tiles: one has 64 * 64 * (Dk + Dv), backward 64 * 64 * (3 Dk +
- * 2 Dv). A step ends after the block of keys, against the panels of its task, that uses this up.
+/* Multiply-adds per step, counted in whole tiles: one has 64 * 64 * (Dk + Dv), backward 64 * 64 *
+ * (3 Dk + 2 Dv). A step ends after the block of keys, folded into the panels of its task, that uses
+ * this up.
  * PERF: Zen 5, one thread, D 128, AVX-512: a step takes 1.4 ms forward, 1.7 ms backward; with 2^28,
  * 4.9 and 5.8 ms, in the same time overall. */
 enum { RA__STEP_WORK = 1 << 26 };
 enum { RA__POLL_NS = 200000 };         /* from one poll to the next, between two pieces of work */
 enum { RA__PIECE_BYTES = 1 << 17 };    /* of a checksum or a copy */
 enum { RA__STRIPES = 256 };            /* bounds of query rows that a backward pass keeps */
-enum { RA__PATIENT = 64 };             /* looks at a task left in hand, before one takes it */
+enum { RA__PATIENT = 64 };             /* how often threads find a task left on a free desk before
+                                        * one of them takes it */
 #define RA__NO_FOLD INT64_MAX          /* no entry of the fold list */
 
-/* A task and the entry of the fold list that it takes next. */
+/* A task, and the entry of the fold list that it folds next. */
 typedef struct ra__claim { int64_t fold, task; } ra__claim;
 
 /* Progress of a task. */
 typedef struct ra__turn {
-    int32_t next;                      /* index in its sequence of the entry that it takes next */
+    int32_t next;                      /* index in its sequence of the entry that it folds next */
     int32_t begun;                     /* forward: 0: nothing is folded; otherwise 1 and the blocks
                                         * that it has folded of that entry: see RESUME */
 } ra__turn;
 
-/* Where the rows of a packed chunk of queries are: renumbered, one segment after the other. */
+/* A packed chunk of queries, and a call on its rows, which are renumbered: one segment after the
+ * other. */
 typedef struct ra__packed { ra__work w; ra__back b; ra__chunk c; uint8_t *sums; } ra__packed;
 
-/* A task in hand of a backward pass. Sums begin and end with the chunk (those of the side that
- * travels) or with the sequence's list of chunks (those of the side that stays). */
+/* A task in hand of a backward pass: the one that a thread works on or has left half done. Sums of
+ * the side that travels begin and end with a chunk, those of the other side with the list of chunks
+ * of a sequence. */
 typedef struct ra__back_hand {
     ra__back_scratch x;
     ra__back_slice s;
@@ -14828,8 +14833,8 @@ typedef struct ra__back_hand {
     ra__bounds seen;                   /* RA_TRAVEL_Q: of all its rows */
     ra__item item;                     /* keys in hand, with their gradients */
     ra__grads g;
-    int32_t keys_first, keys_last;     /* dK and dV begin at 0, go to the caller */
-    int32_t q_first, q_last;           /* dQ does */
+    int32_t keys_first, keys_last;     /* 1: dK and dV begin at 0; they go to the caller after it */
+    int32_t q_first, q_last;           /* the same for dQ */
     int32_t stage, opened;             /* RA__STAGE_*; the item in hand is prepared */
     int64_t index, at;                 /* of a stage: items that are done, rows of the next */
 } ra__back_hand;
@@ -14906,9 +14911,9 @@ typedef struct ra__kept {
 /* Head of memory that a ring gets when a pass is resumed, and keeps until it is destroyed. */
 typedef struct ra__more { struct ra__more *next; int64_t bytes; } ra__more;
 
-/* The latest events; every word is atomic. Any thread writes, and none waits: it draws a number and
- * takes that number's slot. If a thread is held up in a slot until the slot is due again, that
- * later event is lost. What was read is whole if the slot had the same number before and after. */
+/* The latest events. Every word is atomic, any thread writes, and none waits: a thread draws a
+ * number and writes to that number's slot. If it has not finished when the slot is due again, the
+ * later event is lost. An event was read whole if its slot has the same number before and after. */
 enum { RA__EVENT_WORDS = (sizeof(ra_event) + 7) / 8 };
 typedef struct ra__journal_slot {
     int64_t number;                    /* of the event, from 1; 0: none, -1: a thread is in it */
@@ -15083,7 +15088,7 @@ static void ra__queue_carve(ra__arena *a, ra__queue *queue, int64_t slots, int64
     queue->ns = NULL;
 }
 
-/* Own chunks that have left and not returned yet, at most. */
+/* The largest number of own chunks that have left and not yet returned. */
 RA__INLINE int64_t ra__back_lag(const ra_plan *p) {
     return p->d.ranks + (p->d.buffers > 1);
 }
@@ -15111,7 +15116,7 @@ RA__INLINE int64_t ra__ring_stripes(const ra_desc *d) {
     return ra__max(1, RA__STRIPES / d->sequences);
 }
 
-/* What follows the queues of either pass. */
+/* Carves what follows the queues in either pass: the list of their ops, desks and scratch. */
 static void ra__ring_carve_desks(ra__arena *a, const ra_desc *d, int64_t scratch_bytes,
                                  ra_ring *r) {
     int64_t ops = 0;
@@ -15183,9 +15188,8 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
 /* Bytes of a ring's workspace, and those of its running state in either pass. */
 typedef struct ra__ring_size { int64_t bytes, state, back_state; } ra__ring_size;
 
-/* The size of the ring of a rank with these counts, with buffers aligned as the transport wants. If
- * it is for training it also has room for forward passes of the same shape with their own default
- * buffers. */
+/* The size of the ring of a rank with these counts. align: of the transport's buffers. A ring for
+ * training also has room for forward passes of the same shape with their own default buffers. */
 static ra__ring_size ra__ring_bytes(const ra_plan *p, const ra__sizes *n, int shared,
                                     size_t align) {
     ra__arena a = { NULL, 0 }, b = { NULL, 0 }, c = { NULL, 0 };
