@@ -1,7 +1,7 @@
-/* A causal ring of 2 ranks and 4 tokens, step by step.
- * You will see who computes what at each step, what travels, and that rank 1's keys never travel:
- * the plan finds that nobody else may see them. Every number is checked against full attention, and
- * the same pass on two threads gives the same. Exits with 1 if anything differs.
+/* A causal ring of 2 ranks and 4 tokens, step by step. You will see who computes what at each step,
+ * what travels, and that rank 1's keys never travel: the plan finds that no other rank may see
+ * them. Every number is checked against full attention, and the same pass on two threads gives the
+ * same. Exits with 1 if anything differs.
  *
  *   cc -O2 -std=c99 -pthread -I. -o causal_walk examples/causal_walk.c -lm && ./causal_walk */
 #define RINGATTN_IMPLEMENTATION
@@ -41,7 +41,7 @@ static void describe(ra_desc *d, int rank, ra_error *error) {
     d->error = error;
 }
 
-/* Asks the plan of a rank; it needs no network. */
+/* The plan of a rank; it needs no network. */
 static ra_plan_report ask(int rank) {
     ra_error error = {0};
     ra_plan *plan = NULL;
@@ -55,7 +55,7 @@ static ra_plan_report ask(int rank) {
 }
 
 /* -------------------------------------------------------------------------- the picture
- * seen[q][k]: 0 nobody yet, 1 in an earlier step, 2 in this one. */
+ * seen[q][k]: 0: not computed yet, 1: in an earlier step, 2: in this one. */
 static void picture(int seen[TOKENS][TOKENS]) {
     printf("            k0      k1\n");
     for (int i = 0; i < TOKENS; i++) {
@@ -95,7 +95,7 @@ static void fold(rows *r, int rank, int origin, int seen[TOKENS][TOKENS]) {
     ra_run queries = {0, SHARD, 1}, keys = {0, SHARD, 1};
     ra_state s;
     describe(&d, 0, &error);
-    d.ranks = 0;                       /* block mathematics knows no ranks */
+    d.ranks = 0;                       /* block mathematics does not depend on ranks */
     d.tokens = d.kv_tokens = SHARD;
     queries.first = rank * SHARD;
     keys.first = origin * SHARD;
@@ -119,7 +119,7 @@ static void fold(rows *r, int rank, int origin, int seen[TOKENS][TOKENS]) {
             if (j <= i) seen[i][j] = 2;
 }
 
-/* What the rank has so far, beside attention over the keys it has seen: after step 0 its own. */
+/* Compares what the rank has so far with attention over the keys that it has seen. */
 static void print_rows(const rows *r, int rank, int whole) {
     for (int i = 0; i < SHARD; i++) {
         double o[DIM], want[DIM];

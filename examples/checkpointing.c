@@ -1,6 +1,6 @@
-/* Activation checkpointing: backward needs the output and the log-sum-exp of every layer, which can
- * be kept, or computed again when backward gets there, by one more forward into scratch. You will
- * see how much memory either way takes and that all gradients have the same bits.
+/* Activation checkpointing: backward needs the output and the log-sum-exp of every layer. They can
+ * be kept, or computed again by one more forward pass when backward reaches the layer. You will see
+ * how much memory each choice takes, and that all gradients have the same bits.
  *
  *   cc -O2 -std=c99 -pthread -I. -o checkpoint examples/checkpointing.c -lm && ./checkpoint */
 #define RINGATTN_IMPLEMENTATION
@@ -24,7 +24,7 @@ static ra_desc layer(void) {
     return d;
 }
 
-/* o and lse of layer i into slot `at`. */
+/* Computes o and lse of layer i into slot `at`. */
 static ra_status forward(int i, int at) {
     const ra_desc d = layer();
     ra_tensors t = {0};
@@ -33,8 +33,8 @@ static ra_status forward(int i, int at) {
     return ra_attention(&d, &t, workspace, ra_attention_bytes(&d, 1), 0, 1);
 }
 
-/* The gradient g of layer i's output becomes that of its input: the sum goes straight through, and
- * the input was query, key and value. */
+/* Turns the gradient g of layer i's output into that of its input, which is added to the output and
+ * is also query, key and value. */
 static ra_status backward(int i, int at, float *g) {
     const ra_desc d = layer();
     ra_tensors t = {0};
@@ -48,7 +48,7 @@ static ra_status backward(int i, int at, float *g) {
     return s;
 }
 
-/* All layers; keep 1: every o and lse has a slot of its own, 0: they share one. */
+/* Runs all layers. keep: 1: every o and lse has its own slot, 0: they share one. */
 static ra_status train(int keep, float *g) {
     ra_status s = RA_OK;
     for (int i = 0; i < LAYERS && !s; i++) {

@@ -29,7 +29,7 @@ static void fill(float *x, size_t n, uint32_t seed) {          /* your model doe
     }
 }
 
-/* Keys and values of the tokens [from, to) come into the cache. */
+/* Stores keys and values of the tokens [from, to) in the cache. */
 static ra_status append(cache *c, int64_t from, int64_t to) {
     const int64_t n = (to - from) * KV_HEADS * DIM;
     ra_status s = ra_convert(c->k + from * c->row, c->dtype, k[from], RA_F32, n);
@@ -38,7 +38,7 @@ static ra_status append(cache *c, int64_t from, int64_t to) {
     return s;
 }
 
-/* The queries [from, from + tokens) over what the cache holds. */
+/* Attends the queries [from, from + tokens) to the tokens in the cache. */
 static ra_status attend(const cache *c, int64_t from, int64_t tokens, void *out) {
     ra_error why = {0};
     ra_desc d = {0};
@@ -62,7 +62,8 @@ static double largest(int64_t from, int64_t to) {
     return most;
 }
 
-/* The tokens [from, to), `step` at a time; how far they are from the call over the whole text. */
+/* Computes the tokens [from, to), `step` at a time. Returns the largest difference from the call
+ * over the whole text. */
 static ra_status stretch(cache *c, const char *what, int64_t from, int64_t to, int64_t step) {
     ra_status s = RA_OK;
     for (int64_t i = from; i < to && s == RA_OK; i += step) {

@@ -1,7 +1,7 @@
 /* Attention on the threads that an engine already has: a custom op of ggml, an OpenMP region, and a
  * pool of pthreads, each for one rank and for a rank of a ring. The library starts no thread here.
- * You will see that each gives the bits of one thread, and what happens if threads come that were
- * not planned for. Exits with 1 if something differs.
+ * You will see that each gives the bits of one thread, and what happens with more threads than were
+ * planned. Exits with 1 if something differs.
  *
  *   cc -O2 -pthread -I. -o engine_threads examples/engine_threads.c -lm && ./engine_threads
  *
@@ -23,7 +23,7 @@ enum { THREADS = 4, TOKENS = 300, HEADS = 8, KV_HEADS = 2, DIM = 64 };
 static float q[TOKENS][HEADS][DIM], k[TOKENS][KV_HEADS][DIM], v[TOKENS][KV_HEADS][DIM];
 static float o[TOKENS][HEADS][DIM], one_thread[TOKENS][HEADS][DIM];
 
-/* What all threads of one call share. Each thread reports in an entry of its own. */
+/* What all threads of a call share. Each thread reports in its own entry. */
 typedef struct call {
     ra_desc d;
     ra_tensors t;
@@ -35,17 +35,17 @@ typedef struct call {
     ra_status status[THREADS];
 } call;
 
-/* One rank: nth must be the number of threads that do call. If it is not, part of the output is
- * missing, and no thread can know. */
+/* One rank: nth must be the number of threads that make the call. Otherwise part of the output is
+ * missing, and no thread can detect it. */
 static void attend(call *c, int ith, int nth) {
     c->status[ith] = ra_attention(&c->d, &c->t, c->workspace, c->bytes, ith, nth);
 }
 
-/* A rank of a ring: every thread brings the same job and comes back until the pass is done. */
+/* A rank of a ring: every thread passes the same job, and calls again until the pass is done. */
 static void attend_in_ring(call *c, int ith, int nth) {
     ra_job job;
     ra_status s;
-    (void)nth;                         /* a ring needs no count: whoever comes computes */
+    (void)nth;                         /* a ring needs no count: every thread that calls computes */
     memset(&job, 0, sizeof job);
     job.ticket = c->ticket;
     job.plan = c->plan;
@@ -62,8 +62,8 @@ typedef struct tensor { void *data; int64_t ne[4]; size_t nb[4]; } tensor;
 typedef void (*custom1)(tensor *dst, const tensor *a, int ith, int nth, void *userdata);
 
 /* The op. With ne {D, T, H, B} nb[1] is the bytes from token to token and nb[2] those from head to
- * head, in whatever order memory has them. All threads come here, so what they share is set up
- * before the graph runs. */
+ * head, in any order of memory. All threads run this, so what they share is set up before the graph
+ * runs. */
 static void attention_op(tensor *dst, const tensor *a, int ith, int nth, void *userdata) {
     call *c = (call *)userdata;
     (void)dst, (void)a;
@@ -116,7 +116,7 @@ static void with_ggml(call *c) {
 }
 
 /* -------------------------------------------------------------------------- OpenMP
- * The region may have fewer threads than were requested: nth comes from inside it. */
+ * The region may have fewer threads than were requested, so nth is read inside it. */
 static void with_openmp(call *c) {
 #ifdef _OPENMP
 #pragma omp parallel num_threads(THREADS)
@@ -210,7 +210,7 @@ static void with_pool(call *c) {
 }
 
 /* -------------------------------------------------------------------------- all of them */
-/* Clears the output, lets `with` attend, and compares. */
+/* Clears the output, runs `with`, and compares. */
 static int tried(const char *what, void (*with)(call *c), call *c) {
     int bad = 0;
     memset(o, 0xFF, sizeof o);
@@ -278,7 +278,7 @@ int main(void) {
     c.t.q.data = q; c.t.k.data = k; c.t.v.data = v; c.t.o.data = one_thread;
     if (ra_attention(&c.d, &c.t, NULL, 0, 0, 1)) return 1;
     c.t.o.data = o;
-    for (int nth = 1; nth <= THREADS; nth++) {         /* a region may come with fewer threads */
+    for (int nth = 1; nth <= THREADS; nth++) {         /* a region may have fewer threads */
         const size_t bytes = ra_attention_bytes(&c.d, nth);
         if (bytes > c.bytes) c.bytes = bytes;
     }

@@ -1,8 +1,8 @@
 /* Exact causal attention over 1,048,576 tokens on 4 ranks of this machine: one head, 64 dims, in
- * f32 and in bf16. You will see how long it takes beside what the processor's multiply-adds would
- * take at their measured peak, the memory of a rank beside the formula of the ring attention paper,
- * and the error of sampled rows against double precision. Most of those rows look for one needle: a
- * key far back that their query matches. Exits with 1 if a row is too far off.
+ * f32 and in bf16. You will see how long it takes, compared with the processor's multiply-adds at
+ * their measured peak; the memory of a rank, compared with the formula of the ring attention paper;
+ * and the error of sampled rows against double precision. Most of these rows have a needle: a key
+ * far back that their query matches. Exits with 1 if a row is too far off.
  *
  *   cc -O2 -std=c99 -pthread -I. -o million examples/million.c -lm && ./million
  *   ./million [--tokens N] [--ranks P] [--dtype f32|bf16] [--out TIMELINE.html|.svg|.json]
@@ -18,7 +18,7 @@
 #include <time.h>
 #include <unistd.h>
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-function"     /* only its peak_fma is of use here */
+#pragma GCC diagnostic ignored "-Wunused-function"     /* only its peak_fma is used here */
 #include "bench/peak.h"
 #pragma GCC diagnostic pop
 
@@ -28,7 +28,7 @@ typedef struct job {
     int64_t tokens;
     int32_t ranks, dtype, isa;
     int cores;
-    int64_t row[ROWS], needle[ROWS];   /* sampled positions, and what each looks for; -1: nothing */
+    int64_t row[ROWS], needle[ROWS];   /* sampled positions, and their needles; -1: none */
     float out[ROWS][DIM];
     ra_plan_report plan[TL_RANKS];
     double flops_s[CORES];             /* peak of each core, while all of them compute */
@@ -135,7 +135,7 @@ static ra_status on_rank(ra_world *world, int rank, void *user) {
     return s;
 }
 
-/* -------------------------------------------------------------------------- to hold it against */
+/* -------------------------------------------------------------------------- references */
 /* The rows of the sample in double precision, all in one walk over the keys. */
 static double worst_error(const job *j) {
     static double out[ROWS][DIM], sum[ROWS];

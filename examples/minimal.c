@@ -16,7 +16,7 @@ static void fill(float *x, size_t n, uint32_t seed) {          /* your model doe
     }
 }
 
-static ra_status on_rank(ra_world *world, int rank, void *user) {   /* on a thread of its own */
+static ra_status on_rank(ra_world *world, int rank, void *user) {   /* on the rank's thread */
     ra_error why = {0};
     ra_desc d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);    /* 8 query heads, 2 KV heads */
     ra_tensors t = {0};

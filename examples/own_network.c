@@ -1,5 +1,5 @@
-/* Ring attention over a network of your own: three processes, one socket between each two, and a
- * transport that is one function of about 40 lines. You will see what every process sent and
+/* Ring attention over a network of your own: three processes, a socket between each pair, and a
+ * transport of one function of about 40 lines. You will see what every process sent and
  * received, and that the numbers are those of one process, bit for bit. Exits with 1 if not.
  *
  *   cc -O2 -std=c99 -pthread -I. -o own_network examples/own_network.c -lm && ./own_network */
@@ -25,7 +25,7 @@ typedef struct net {
     long long messages, bytes;
 } net;
 
-/* Waits until one of the sockets can move bytes, or until the deadline (0: for ever). */
+/* Waits until one of the sockets can move bytes, or until the deadline (0: none). */
 static int net_wait(int out, int in, int64_t deadline_ns) {
     struct pollfd f[2];
     int64_t left = deadline_ns ? (deadline_ns - ra_now_ns()) / 1000000 + 1 : 1000;
@@ -38,9 +38,9 @@ static int net_wait(int out, int in, int64_t deadline_ns) {
     return RA_OK;
 }
 
-/* Level 0 of ra_transport: sends and receives at the same time, whichever side is ready first, for
- * two processes that both only send would wait for ever. A socket is a stream of bytes, but both
- * sides know every length, and messages between two ranks come in order: that is enough here. */
+/* Level 0 of ra_transport: sends and receives at the same time, because two processes that both
+ * only send would wait forever. A socket is a stream of bytes. That suffices, because both sides
+ * know every length and messages between two ranks arrive in order. */
 static int net_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
                         size_t r_len, uint64_t tag, int64_t deadline_ns) {
     net *n = (net *)ctx;
@@ -94,8 +94,8 @@ static void fill(float *q, float *k, float *v, const ra_run *runs, int run_count
             }
 }
 
-/* One rank, from its plan to its rows of the output, which go to their places in o[TOKENS][ROW].
- * transport null: a ring of one. */
+/* One rank, from its plan to its rows of the output, which it writes by position into
+ * o[TOKENS][ROW]. transport null: a ring of one rank. */
 static ra_status attend(int rank, int ranks, const ra_transport *transport, float *o) {
     static float q[TOKENS * ROW], k[TOKENS * ROW], v[TOKENS * ROW], mine[TOKENS * ROW];
     ra_error error = {0};

@@ -1,15 +1,15 @@
 /* Ring attention over MPI: transports/ra_mpi.h. You will see what every rank sent and received in a
- * forward and a backward pass, how much of the time on the way was hidden behind computing, and
- * that all numbers are those of one rank, bit for bit. Exits with 1 if not.
+ * forward and a backward pass, how much of the transfer was hidden behind computation, and that all
+ * numbers are those of one rank, bit for bit. Exits with 1 if not.
  *
  *   mpicc -O2 -std=c99 -I. -o ring_mpi examples/ring_mpi.c -lpthread -lm
  *   mpirun -n 4 ./ring_mpi
  *   mpirun -n 4 ./ring_mpi --mesh 2x2
  *
  * (or make build/release/examples/ring_mpi MPICC=mpicc.mpich). --mesh GxR splits the world into G
- * groups with a ring of R ranks each: every group attends over a sequence of its own, and the
- * gradients of parameters that all share, here one gain per kv head, are summed over each ring and
- * then over the groups by MPI_Allreduce, as in data-parallel training.
+ * groups with a ring of R ranks each. Every group attends over its own sequence. The gradients of
+ * shared parameters, here one gain per kv head, are summed over each ring and then over the groups
+ * by MPI_Allreduce, as in data-parallel training.
  *
  * --level 0 uses MPI_Sendrecv alone. --tokens N --heads N --kv-heads N --dim N --chunk N --full
  * --seconds N change the task. */
@@ -35,8 +35,8 @@ static mesh mesh_split(int groups, int ranks) {
     return m;
 }
 
-/* A job whose rank cannot go on: the others are told by the transport; this ends the job for those
- * in collective calls of ours. */
+/* Ends the job if a rank cannot go on. The transport tells the others, but those in collective
+ * calls of this program would wait. */
 static void give_up(const char *field, const char *text) {
     fprintf(stderr, "%s %s\n", field, text);
     MPI_Abort(MPI_COMM_WORLD, 1);
@@ -71,8 +71,8 @@ static void gain_gradient(const ring_task *t, float *all, double *sum) {
                                (double)n.d_v[i * t->kv_heads * t->dim + c];
 }
 
-/* Sums over the ring, then over the groups; every rank gets all of it. Held against the sum of what
- * the first rank of each group finds in its complete gradient. Returns the worst relative error. */
+/* Sums over the ring, then over the groups, for every rank. Compares with the sum of what the first
+ * rank of each group finds in its complete gradient. Returns the largest relative error. */
 static double share_gradients(const ring_task *t, const mesh *m, float *all, float *complete) {
     double *g = (double *)calloc((size_t)(4 * t->kv_heads), sizeof *g), worst = 0;
     double *ring = g + t->kv_heads, *sum = ring + t->kv_heads, *due = sum + t->kv_heads;

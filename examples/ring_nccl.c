@@ -7,9 +7,9 @@
  *       -L/usr/local/cuda/lib64 -lnccl -lcudart -lpthread -lm
  *   d=$(mktemp -d); for r in 0 1 2 3; do ./ring_nccl -n 4 --rank $r --directory $d & done; wait
  *
- * Each rank holds its own rows against those of one rank. It takes the GPU of its number; --device
- * N chooses another. On several machines the directory is one that all see. --tokens N --heads N
- * --kv-heads N --dim N --chunk N --full --seconds N change the task. */
+ * Each rank compares its rows with those of one rank. It uses the GPU with the number of the rank;
+ * --device N chooses another. On several machines the directory is one that all see. --tokens N
+ * --heads N --kv-heads N --dim N --chunk N --full --seconds N change the task. */
 #define RINGATTN_IMPLEMENTATION
 #include "transports/ra_nccl.h"
 #include "transports/ring_check.h"

@@ -1,6 +1,6 @@
 /* Ring attention over libfabric: transports/ra_ofi.h. You will see what every rank sent and
- * received in a forward and a backward pass, how much of the time on the way was hidden behind
- * computing, and that all numbers are those of one rank, bit for bit. Exits with 1 if not.
+ * received in a forward and a backward pass, how much of the transfer was hidden behind
+ * computation, and that all numbers are those of one rank, bit for bit. Exits with 1 if not.
  *
  *   cc -O2 -std=c99 -I. -o ring_ofi examples/ring_ofi.c -lfabric -lpthread -lm
  *   ./ring_ofi --local 4                                   four processes over tcp;ofi_rxm
@@ -8,7 +8,7 @@
  *   ./ring_ofi --local 4 --one-sided                       writes into registered memory
  *
  * Or start each rank yourself, in any order, on machines that share a directory, which is new for
- * the run; each then holds its own rows against those of one rank:
+ * the run; each then compares its rows with those of one rank:
  *
  *   ./ring_ofi --ranks 2 --rank 0 --directory /shared/job-1        on the first machine, and
  *   ./ring_ofi --ranks 2 --rank 1 --directory /shared/job-1        on the second
@@ -43,7 +43,7 @@ static int on_rank(const options *o, int rank, ring_figures *f, float *all) {
     s = ra_plan_create(&plan, &d, NULL);
     if (!s) {
         od.rank = rank;
-        od.shape = (uint64_t)o->t.tokens;  /* whoever has another length is told so at once */
+        od.shape = (uint64_t)o->t.tokens;  /* another length is refused at once */
         od.deadline_ns = ra_deadline_ms(1000 * o->t.seconds);
         od.error = &why;
         s = ra_ofi_open(&ofi, &od);
@@ -79,7 +79,7 @@ static int run_all(options *o) {
     for (int r = 0; r < ranks; r++) {
         pid[r] = fork();
         if (pid[r] == 0) {
-            alarm(600);                /* whatever happens, it ends */
+            alarm(600);                /* ends in any case */
             _exit(on_rank(o, r, &f[r], all));
         }
         if (pid[r] < 0) perror("fork");
@@ -100,7 +100,7 @@ static int run_all(options *o) {
     return bad ? 1 : ring_judge(&o->t, f, ranks, all);
 }
 
-/* One rank of many: holds its own rows against those of one rank, which it computes itself. */
+/* One rank of many: compares its rows with those of one rank, which it computes itself. */
 static int run_one(const options *o) {
     size_t n = ring_floats(&o->t), differ = 0;
     float *all = (float *)calloc(2 * n, sizeof *all), *one = all + n;
@@ -151,7 +151,7 @@ int main(int argc, char **argv) {
             return 2;
         }
     }
-    if (!o.ofi.ranks) o.local = o.ofi.ranks = 3;   /* what there is to see without a word */
+    if (!o.ofi.ranks) o.local = o.ofi.ranks = 3;   /* without arguments */
     if (o.ofi.ranks < 1 || o.ofi.ranks > MOST_RANKS || o.t.tokens < 1 || o.t.heads < 1 ||
         o.t.kv_heads < 1 || o.t.dim < 1) {
         fprintf(stderr, "1 to %d ranks, at least one token\n", MOST_RANKS);

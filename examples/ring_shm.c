@@ -5,8 +5,8 @@
  *
  *   cc -O2 -std=c99 -I. -o ring_shm examples/ring_shm.c -lpthread -lm && ./ring_shm -n 4
  *
- * It starts n processes. Or start each rank yourself, in any order; each then holds its own rows
- * against those of one rank:
+ * It starts n processes. Or start each rank yourself, in any order; each then compares its rows
+ * with those of one rank:
  *
  *   for r in 0 1 2; do ./ring_shm -n 3 --name job-1 --rank $r & done; wait
  *
@@ -60,8 +60,8 @@ static int on_rank(const ring_task *t, const char *name, int rank, int ranks, bo
     return s != RA_OK;
 }
 
-/* Rounds of calls that each compute one query, which all ranks have, over keys that are zero. *us:
- * of a call in the fastest round. */
+/* Times rounds of calls that compute one query, which all ranks have, over keys of zeros. *us: of a
+ * call in the fastest round. */
 static ra_status decode_rounds(ra_cache *c, const ring_task *t, double *us) {
     const size_t row = (size_t)ra_cache_rows(c) * (size_t)t->kv_heads * (size_t)t->dim;
     const size_t query = (size_t)t->heads * (size_t)t->dim;
@@ -173,7 +173,7 @@ static int run_all(const ring_task *t, int ranks, int decode) {
     return ring_judge(t, b->figures, ranks, all);
 }
 
-/* One rank of many: holds its own rows against those of one rank, which it computes itself. */
+/* One rank of many: compares its rows with those of one rank, which it computes itself. */
 static int run_one(const ring_task *t, const char *name, int rank, int ranks) {
     static board b;
     size_t n = ring_floats(t), differ = 0;

@@ -1,8 +1,8 @@
 /* A rank dies in the middle of a pass, and the others complete theirs. Processes of this machine
  * attend over TCP; one kills itself with SIGKILL after a random number of tiles. The others get
- * RA_E_PEER, make a new ring without it and call ra_resume: what they have folded stays, and the
+ * RA_E_PEER, connect anew without it and call ra_resume: what they have folded is kept, and the
  * keys of the dead rank are made again from the seed. Then each compares its rows with those of one
- * rank alone, bit for bit. Exits with 1 if any differ.
+ * rank, bit for bit. Exits with 1 if any differ.
  *
  *   cc -O2 -std=c99 -pthread -I. -o ring_survives examples/ring_survives.c -lm
  *   ./ring_survives [--ranks 4] [--tokens 2048] [--times 1] [--seed 1]
@@ -34,7 +34,8 @@ typedef struct result {                /* of a rank, for the parent */
 
 typedef struct process {               /* a rank; the parent's ends of its pipes */
     pid_t pid;
-    int fd[2], tell, hear;             /* listening sockets of the first and of the second ring */
+    int fd[2], tell, hear;             /* listening sockets of the first and of the second ring;
+                                        * pipes to the rank and from it */
     char at[2][32];
 } process;
 
@@ -179,7 +180,7 @@ static int run_rank(int rank, int listen_in, int report_out) {
     if (times == 1 && rank == (victim == 0)) print_failure(ring);
     memset(state.from, 0, sizeof state.from);
 
-    /* Who is left, the parent knows: here that is waitpid, elsewhere your launcher. */
+    /* The parent knows which ranks are left: here by waitpid, elsewhere your launcher does. */
     if (read(listen_in, alive, sizeof alive) != sizeof alive) return 1;
     for (n = 0; n < MOST && alive[n] >= 0; n++) if (alive[n] == rank) me = n;
     second = connect_all(alive, n, me, 1);
@@ -208,7 +209,7 @@ static void begin_rank(int r) {
     if (pipe(down) || pipe(up)) perror("pipe"), exit(1);
     all[r].pid = fork();
     if (all[r].pid == 0) {
-        alarm(60);                     /* whatever happens, it ends */
+        alarm(60);                     /* ends in any case */
         for (int i = 0; i < ranks; i++)
             if (i != r) close(all[i].fd[0]), close(all[i].fd[1]);
         _exit(run_rank(r, down[0], up[1]));

@@ -1,6 +1,6 @@
 /* Ring attention over TCP, one process per rank, forward and backward. Each rank checks its rows
- * against one rank alone, bit for bit, and prints what it sent, received and waited for. Exits with
- * 1 if a bit differs.
+ * against those of one rank, bit for bit, and prints what it sent, received and waited for. Exits
+ * with 1 if a bit differs.
  *
  *   cc -O2 -std=c99 -pthread -I. -o ring_tcp examples/ring_tcp.c -lm
  *   ./ring_tcp --local 4 --tokens 8192                     four processes on 127.0.0.1
@@ -10,9 +10,9 @@
  * With -DRA_TCP_SODIUM and -lsodium, --key FILE takes 32 secret bytes from a file (head -c 32
  * /dev/urandom > FILE) that all hosts have; without a key this is for trusted networks only.
  *
- * `link ms` is the time in which a receive was posted and its message not yet there, `waited ms`
- * the part of the pass in which the rank had nothing to compute, and `hidden` how much of the first
- * went by beside computing. */
+ * `link ms` is the time during which a receive was posted whose message had not come, `waited ms`
+ * the part of the pass in which the rank had nothing to compute, and `hidden` how much of `link ms`
+ * was spent computing. */
 #define _POSIX_C_SOURCE 200809L
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
@@ -196,7 +196,7 @@ static int run_rank(const options *o, int listen_fd) {
     d.ranks = o->ranks;
     d.addresses = o->at;
     d.listen_fd = listen_fd;
-    d.shape = (uint64_t)o->tokens;     /* whoever has another length is told so at once */
+    d.shape = (uint64_t)o->tokens;     /* another length is refused at once */
     d.error = &why;
     if (o->key_file) {
         FILE *f = fopen(o->key_file, "rb");
@@ -243,7 +243,7 @@ static int run_local(options *o) {
     for (int r = 0; r < o->ranks; r++) {
         pid[r] = fork();
         if (pid[r] == 0) {
-            alarm(600);                /* whatever happens, it ends */
+            alarm(600);                /* ends in any case */
             for (int i = 0; i < o->ranks; i++) if (i != r) close(fd[i]);
             dup2(out[r][1], STDOUT_FILENO);
             for (int i = 0; i < o->ranks; i++) close(out[i][0]), close(out[i][1]);
@@ -283,7 +283,7 @@ int main(int argc, char **argv) {
         else if (argv[i][0] != '-' && o.ranks < RANKS) o.at[o.ranks++] = argv[i];
         else return usage();
     }
-    if (argc == 1) o.local = 3;        /* what there is to see without a word */
+    if (argc == 1) o.local = 3;        /* without arguments */
     if (o.local < 0 || o.local > RANKS || o.tokens < 1) return usage();
     if (o.local) {
         o.ranks = o.local;

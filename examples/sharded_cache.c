@@ -16,7 +16,7 @@ enum { HEADS = 8, KV_HEADS = 2, DIM = 64, CHUNK = 512, DECODED = 64, MOST_RANKS 
 
 typedef struct model { int64_t prompt, text; float *q, *k, *v; } model;    /* by position */
 
-/* What a run of some ranks gave. */
+/* The results of a run on some number of ranks. */
 typedef struct result {
     const model *m;
     int32_t ranks;
@@ -42,7 +42,7 @@ static ra_status layer(ra_cache *c, const result *r, int rank, ra_tensors *t, fl
     ra_status s = RA_OK;
     for (int64_t p = cached; p < cached + fresh && !s; p++) {
         const int64_t kv = p * KV_HEADS * DIM;
-        s = ra_cache_store(c, t, 0, p, r->m->k + kv, r->m->v + kv);      /* if it is ours */
+        s = ra_cache_store(c, t, 0, p, r->m->k + kv, r->m->v + kv);      /* if this rank holds p */
         if (ra_cache_owner(c, p) == rank)
             memcpy(rows[0] + HEADS * DIM * n++, r->m->q + p * HEADS * DIM, row);
     }

@@ -1,5 +1,5 @@
 /* Ring attention by hand: 4 ranks, 8 tokens of 2 dimensions, every number of every round.
- * You will see the keys and values go round the ring, each rank fold them into its running
+ * You will see the keys and values travel around the ring, each rank fold them into its running
  * (m, l, acc), and the result equal attention over all 8 tokens. Exits with 1 if it does not.
  *
  *   cc -O2 -std=c99 -pthread -I. -o worked examples/worked_example.c -lm && ./worked */
@@ -16,8 +16,8 @@ enum { RANKS = 4, TOKENS = 8, SHARD = TOKENS / RANKS, DIM = 2 };
 static const float token[TOKENS][DIM] = {{1, 0}, {0, 1}, {1, 1}, {1, 2},
                                          {2, 1}, {2, 2}, {3, 1}, {3, 3}};
 
-/* One online softmax for each of a rank's rows: m the largest score so far (here times log2(e), for
- * the library works in powers of two), l the sum of exp(score - m), acc that sum times V. */
+/* One online softmax per row: m is the largest score so far (here times log2(e), because the
+ * library works in powers of two), l the sum of exp(score - m), acc the sum of exp(score - m) V. */
 typedef struct rows {
     float m[SHARD], l[SHARD], acc[SHARD][DIM];
     float o[SHARD][DIM], lse[SHARD];
@@ -57,7 +57,7 @@ static void must(ra_status status, const ra_error *error) {
     exit(1);
 }
 
-/* A description of what one rank does in one round: its 2 queries against 2 keys. */
+/* Describes what a rank does in a round: its 2 queries over 2 keys. */
 static void describe(ra_desc *d, ra_error *error) {
     *d = ra_desc_make(1, 1, DIM, RA_F32, RA_MASK_NONE);
     d->tokens = SHARD;
@@ -103,8 +103,8 @@ static void fold(rows *r, int rank, int origin, int round) {
     }
 }
 
-/* After round n a rank has seen the keys of n + 1 ranks, whatever their order: l and acc are those
- * of all these keys at once, whatever m the library holds. */
+/* After round n a rank has seen the keys of n + 1 ranks, in any order. l and acc are those of all
+ * these keys at once, for whatever m the library has. */
 static void check_round(const rows *r, int rank, int round) {
     for (int i = 0; i < SHARD; i++) {
         double sum = 0, out[DIM] = {0, 0};
@@ -133,7 +133,7 @@ static void finish(rows *r) {
     must(ra_state_finish(&d, &state, &t), &error);
 }
 
-/* The other way to the same end: normalised partial results merged by their LSE. */
+/* Another way to the same result: normalised partial results are merged by their LSE. */
 static void check_merge(const rows *r, int rank) {
     for (int i = 0; i < SHARD; i++) {
         float o[DIM] = {0, 0}, lse = -HUGE_VALF;               /* the neutral element */

@@ -14,13 +14,13 @@
 #include <string.h>
 
 /* -------------------------------------------------------------------------- pool
- * Whoever has work puts it into a list and does what nobody else takes; the pool's threads take
- * what is in the list. So ranks that compute at the same time share the threads, and a rank that
- * computes alone has all of them. */
+ * A rank puts its work into a list, and also computes pieces of it; the pool's threads take pieces
+ * of any work in the list. So ranks that compute at the same time share the threads, and a rank
+ * that computes alone has all of them. */
 typedef struct pool_job {
     void (*run)(void *ctx, int64_t piece);
     void *ctx;
-    int64_t next, pieces, busy;        /* the first piece not taken; pieces that are under way */
+    int64_t next, pieces, busy;        /* the first free piece; pieces that are being computed */
     struct pool_job *after;
 } pool_job;
 
@@ -29,10 +29,10 @@ typedef struct pool {
     pthread_cond_t changed;
     pool_job *first;
     pthread_t *thread;
-    int threads, over;                 /* threads: of its own, so 0 is a pool too */
+    int threads, over;                 /* threads beside the callers, 0 or more; 1: they end */
 } pool;
 
-/* Takes pieces of this job as long as there are any. The lock is held before and after. */
+/* Computes pieces of this job while there are any. The lock is held before and after. */
 static inline void pool_take(pool *p, pool_job *job) {
     while (job->next < job->pieces) {
         const int64_t piece = job->next++;
@@ -96,7 +96,7 @@ static inline void pool_stop(pool *p) {
     free(p->thread);
 }
 
-/* threads: beside those that call pool_run. If the system gives fewer, the pool has fewer. */
+/* threads: beside those that call pool_run. If the system starts fewer, the pool has fewer. */
 static inline void pool_start(pool *p, int threads) {
     memset(p, 0, sizeof *p);
     pthread_mutex_init(&p->lock, NULL);

@@ -1,7 +1,6 @@
 /* What ring_shm.c, ring_mpi.c, ring_ofi.c and ring_nccl.c share: a forward and a backward pass over
- * a given length, their numbers by position so that they can be held against those of one rank bit
- * for bit, and a table of bytes, hops and hidden time. Nothing here knows which transport carries
- * the ring. */
+ * a given length, their numbers by position, so that they can be compared with those of one rank
+ * bit for bit, and a table of bytes, hops and hidden time. It is the same for all transports. */
 #if !defined(RING_CHECK_H)
 #define RING_CHECK_H
 
@@ -26,7 +25,7 @@ typedef struct ring_numbers { float *o, *lse, *d_q, *d_k, *d_v; } ring_numbers;
 typedef struct ring_part {             /* of a pass */
     int64_t bytes_in, bytes_out, messages_in, messages_out, hops;
     int64_t pass_ns, compute_ns, wait_ns;
-    int64_t flight_ns, hidden_ns;      /* some message was in flight; and a tile was computed */
+    int64_t flight_ns, hidden_ns;      /* a message was in flight; and meanwhile a tile computed */
 } ring_part;
 typedef struct ring_figures { ring_part pass[2]; int32_t status, bits_promised; } ring_figures;
 
@@ -98,7 +97,7 @@ static inline int ring_by_begin(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Spans in order of time, those that touch made one; returns how many are left. */
+/* Sorts spans by time and joins those that touch; returns how many are left. */
 static inline int32_t ring_union(ring_span *s, int32_t n) {
     int32_t out = 0;
     qsort(s, (size_t)n, sizeof *s, ring_by_begin);
@@ -247,7 +246,7 @@ static inline ra_status ring_attend(const ring_task *t, const ra_plan *plan,
     ring_rows_place(&r, r.d_q, n.d_q, t->heads * t->dim);
     ring_rows_place(&r, r.d_k, n.d_k, t->kv_heads * t->dim);
     ring_rows_place(&r, r.d_v, n.d_v, t->kv_heads * t->dim);
-    (void)ra_ring_destroy(ring);       /* a transport that cannot say may still read: leaked */
+    (void)ra_ring_destroy(ring);       /* RA_E_UNSAFE: leaked */
     free(r.all);
     return s;
 }
