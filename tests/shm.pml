@@ -1,23 +1,25 @@
 /* The protocol of the bundled world (room SHM of ringattn.h) for Spin: P ranks in a ring, each
- * sends M messages to the next and receives M from the one before, over inboxes with a lock: a pass,
- * of which there are PASSES. At any moment any rank may be aborted by another thread, may stop for
- * ever (-DDEATHS), or may leave between two calls; with -DRESTS the last rank may also stay between
- * two passes for ever, and with -DLEAVES another thread may make rank 0 leave. tests/spin.sh says
- * how it is run.
+ * sends M messages to the next and receives M from the one before, over inboxes with a lock: a
+ * pass, of which there are PASSES. At any moment any rank may be aborted by another thread, may
+ * stop for ever (-DDEATHS), or may leave between two calls; with -DRESTS the last rank may also
+ * stay between two passes for ever, and with -DLEAVES another thread may make rank 0 leave. With
+ * -DRINGS two threads of rank 0 have a ring each, and each ring makes one of two passes. The rings
+ * take turns: a pass that does not get the turn is refused as busy and begins again. tests/spin.sh
+ * says how it is run.
  *
  * Modelled as they are: post (whoever comes second takes the op of the first out of the inbox,
  * under its lock, and copies after unlocking), poll and wait with settle and withdraw, abort,
- * purge, rest, part and quiesce, with every shared word read and written in the order of the header. Left
- * out: bytes, and how a sleeper hears of an event, which is a counter that it compares: here it is
- * a flag.
+ * purge, rest, part and quiesce, with every shared word read and written in the order of the
+ * header. A turn ends when the seat has rested after a pass, or after quiesce. Left out: bytes, and
+ * how a sleeper hears of an event, which is a counter that it compares: here it is a flag.
  *
  * From its first message of a pass to the end of the pass a rank uses memory of the others (their
  * addresses are what messages are), or until it has failed and parts.
  *
  * Checked: no buffer is copied from or to once its rank has parted, so not after quiesce either; no
- * rank uses memory of others while one is quiet after an abort; a message is copied once, in order, and DONE only after its copy; no copy is left open; without
- * deaths every rank comes to an end whatever is aborted when, and with them too, by its
- * deadline.
+ * rank uses memory of others while one is quiet after an abort; a message is copied once, in order,
+ * and DONE only after its copy; no copy is left open; without deaths every rank comes to an end
+ * whatever is aborted when, and with them too, by its deadline.
  *
  * With -DCOARSE what one rank does between two looks at words that others change without a lock is
  * one step (STEP), and a rank notifies in the step in which it changes what it notifies of. Nothing
@@ -54,9 +56,14 @@ bool why[P], gone[P], quiet[P], dead[P], ended[P];
 bool event[P];                         /* something has happened since the rank looked */
 bool aborted;
 byte gone_count, copies[P];
-bool busy[P], uses[P];
+bool busy[P], uses[P + 1];             /* uses: by ring; the second of rank 0 is the last */
 byte busy_count;                       /* wraps around with BREAK_COUNT */
 bool freed;                            /* some rank is quiet after an abort: it frees its memory */
+
+#ifdef RINGS
+byte rings = 2;                        /* of rank 0 that have not ended */
+bool turn;                             /* of rank 0 */
+#endif
 
 #define LOCK(r) atomic { !lock[r] -> lock[r] = true }
 #define UNLOCK(r) lock[r] = false
@@ -104,7 +111,7 @@ inline rise(who) {
 
 inline rest(who) {
     MARKS {
-        atomic { if :: busy[who] -> busy[who] = false; last = true :: else fi; uses[who] = false };
+        atomic { if :: busy[who] -> busy[who] = false; last = true :: else fi; uses[ring] = false };
         atomic { if :: last -> busy_count--; late = busy_count == 0 :: else fi }
     };
     if
@@ -242,14 +249,48 @@ inline part_last(who) {
     fi
 }
 
-proctype rank(byte me) {
-    byte i, n, pass;
+/* Begins a pass: on rank 0 when no ring of it is in one. */
+inline begin() {
+#ifdef RINGS
+    if
+    :: me == 0 ->
+        if
+        :: atomic { !turn -> turn = true }
+#ifdef BREAK_FAILED
+        :: FAILURE(me)                 /* it will fail anyhow, so it need not wait */
+#endif
+        fi
+    :: else
+    fi
+#else
+    skip
+#endif
+}
+
+inline end_turn() {
+#ifdef RINGS
+    if :: me == 0 -> turn = false :: else fi
+#else
+    skip
+#endif
+}
+
+/* ring: me, or P for the second ring of rank 0. */
+proctype rank(byte me; byte ring) {
+    byte i, n;
+#ifdef RINGS
+    byte passes = (me == 0 -> 1 : PASSES);
+#else
+    byte passes = PASSES;
+#endif
+    byte pass;
     mtype got;
     bool failure, first, fails, late, take, last, rested;
 #ifdef RESTS
     if :: me == P - 1 -> ended[me] = true; goto end_dead :: skip fi;
 #endif
 again:
+    begin();
     do
     :: i < M && !fails ->
         rise(me);
@@ -269,11 +310,11 @@ again:
                     i++;
                     assert(copies[PREV(me)] >= pass * M + i);
 #ifdef LEAVES
-                    uses[me] = me > 0; /* whose rank is made to leave must see to that itself */
+                    uses[ring] = me > 0; /* whose rank is made to leave must see to that itself */
 #else
-                    uses[me] = true;
+                    uses[ring] = true;
 #endif
-                    assert(!freed || !uses[me]);
+                    assert(!freed || !uses[ring]);
                     clear(me)
                 };
                 break
@@ -311,17 +352,26 @@ again:
     od;
     if
     :: i == M && !fails ->
+#ifdef BREAK_TURN
+        end_turn();
+#endif
 #ifndef BREAK_REST
         rest(me);
+#endif
+#ifndef BREAK_TURN
+        end_turn();
 #endif
         atomic {
             pass++;
             if
-            :: pass < PASSES -> i = 0; goto again
+            :: pass < passes -> i = 0; goto again
 #ifdef RESTS
             :: me == P - 1 -> ended[me] = true; goto end_dead
 #endif
-            :: pass == PASSES
+#ifdef RINGS
+            :: pass == passes && me == 0 && rings == 2 -> rings--; goto end_dead
+#endif
+            :: else
             fi
         }
     :: else
@@ -331,7 +381,7 @@ again:
     :: else
     fi;
     /* part: from here on this rank posts nothing, and hears of nothing */
-    atomic { why[me] = true; event[me] = true; uses[me] = false; i = 0 };
+    atomic { why[me] = true; event[me] = true; uses[ring] = false; i = 0 };
     STEP {
         purge_one(me, PREV(me), RECV);
         purge_one(me, me, SEND)
@@ -350,15 +400,19 @@ again:
         :: !aborted
 #endif
         fi;
-        do :: n < P -> assert(!freed || !uses[n]); n++ :: else -> break od;
+        do :: n <= P -> assert(!freed || !uses[n]); n++ :: else -> break od;
         n = 0;
         ended[me] = true
     };
+    end_turn();
+#ifdef RINGS
+    if :: me == 0 -> rings-- :: else fi;
+#endif
 end_dead: skip
 }
 
 #ifdef LEAVES
-proctype leaver(byte me) {
+proctype leaver(byte me; byte ring) {
     byte n;
     bool first, last, late;
     if
@@ -384,10 +438,13 @@ proctype aborter(byte me) {
 init {
     byte r;
     atomic {
-        do :: r < P -> run rank(r); r++ :: else -> break od;
+        do :: r < P -> run rank(r, r); r++ :: else -> break od;
+#ifdef RINGS
+        run rank(0, P);
+#endif
         run aborter(0);
 #ifdef LEAVES
-        run leaver(0);
+        run leaver(0, 0);
 #endif
         r = 0
     }

@@ -52,6 +52,9 @@ model two-ranks right -DP=2 -DM=1
 model two-ranks-death right -DP=2 -DM=1 -DDEATHS
 model two-passes-rests right -DP=2 -DM=1 -DPASSES=2 -DRESTS
 model two-passes-leaves right -DP=2 -DM=1 -DPASSES=2 -DLEAVES -DCOARSE
+model two-rings right -DP=2 -DM=1 -DPASSES=2 -DRINGS
+model turn-ends-before-rest wrong -DP=2 -DM=1 -DPASSES=2 -DRINGS -DBREAK_TURN
+model no-turn-after-a-failure wrong -DP=2 -DM=1 -DPASSES=2 -DRINGS -DBREAK_FAILED
 model rank-never-rests wrong -DP=2 -DM=1 -DRESTS -DBREAK_REST
 for steps in fine COARSE; do           # large steps hide neither mistake
     model no-wait-for-copies-$steps wrong -DP=2 -DM=1 -DBREAK_COPIES -D$steps
@@ -67,6 +70,7 @@ else
     model three-ranks-death right -DP=3 -DM=1 -DDEATHS -DCOARSE
     model three-ranks-two-messages right -DP=3 -DM=2 -DCOARSE
     model three-ranks-rests right -DP=3 -DM=1 -DRESTS -DCOARSE
+    model three-ranks-two-rings right -DP=3 -DM=1 -DPASSES=2 -DRINGS -DCOARSE
     # 6 million states until it is found
     model marked-before-counted wrong -DP=3 -DM=1 -DPASSES=2 -DLEAVES -DBREAK_COUNT -DCOARSE
     # A rank that may die may also live: this holds all runs without a death. 40 million states,
