@@ -9852,7 +9852,8 @@ RA__NOINLINE ra_status ra__refuse_field(ra_error *e, ra_status status, const cha
         { "# is not one of the constants 0..@", "# is not one of the constants 1..@" },
     };
     if (!value)
-        return ra__refuse_pair(e, RA_E_UNSET, field, "must be set to 1..@; it was left #", 0, high);
+        return ra__refuse_pair(e, RA_E_UNSET, field, "must be set, to a value in 1..@; it was #",
+                               0, high);
     if (high == INT64_MAX) return ra__refuse(e, status, field, "# is negative", value);
     return ra__refuse_pair(e, status, field, text[status == RA_E_ENUM][low], value, high);
 }

@@ -59,8 +59,7 @@ static void record(const ra_error *e, ra_status status) {
         other = i;
     }
     if (other >= 0) {
-        snprintf(h_run.context, sizeof h_run.context, "%d %s: \"%s\" and \"%s\"", status, e->field,
-                 refusals[other].form, form);
+        h_context("%d %s: \"%s\" and \"%s\"", status, e->field, refusals[other].form, form);
         h_fail(h_args("refusal", __FILE__, __LINE__), "one status and field for two checks");
     }
     if (refusal_count == (int)(sizeof refusals / sizeof refusals[0])) return;
@@ -70,11 +69,10 @@ static void record(const ra_error *e, ra_status status) {
     memcpy(refusals[refusal_count++].form, form, sizeof form);
 }
 
-/* got is what a call returned and e what it filled in. value: a number that the sentence must
- * contain; 0: none. */
+/* got is what a call returned and e what it filled in. words: what the sentence must contain; null:
+ * any sentence. */
 static void refused(ra_status got, const ra_error *e, ra_status status, const char *field,
-                    int64_t value) {
-    char number[32];
+                    const char *words) {
     int ok = CHECK_EQ(got, status);
     if (!ok || strcmp(e->field, field)) {
         h_fail(h_args("refusal", __FILE__, __LINE__), "not the one that was expected");
@@ -83,10 +81,15 @@ static void refused(ra_status got, const ra_error *e, ra_status status, const ch
         return;
     }
     record(e, status);
-    if (!value) return;
-    snprintf(number, sizeof number, "%lld", (long long)value);
-    if (!CHECK(strstr(e->text, number) != NULL))
-        printf("    %s: \"%s\" does not say %s\n", e->field, e->text, number);
+    if (words && !CHECK(strstr(e->text, words) != NULL))
+        printf("    %s: \"%s\" does not say %s\n", e->field, e->text, words);
+}
+
+/* As words: a number that is only known here. */
+static const char *number(int64_t n) {
+    static char text[24];
+    snprintf(text, sizeof text, "%lld", (long long)n);
+    return text;
 }
 
 /* -------------------------------------------------------------------------- ra_desc */
@@ -100,13 +103,8 @@ static int32_t counts[MANY];
 static ra_run runs[MANY];
 
 static void base_desc(ra_desc *d, int base) {
-    memset(d, 0, sizeof *d);
-    d->q_heads = 4;
-    d->kv_heads = 2;
-    d->k_dim = d->v_dim = 8;
-    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
+    *d = ra_desc_make(4, 2, 8, RA_F32, RA_MASK_CAUSAL);
     d->tokens = 300;
-    d->mask.kind = RA_MASK_CAUSAL;
     for (int i = 0; i < MANY; i++) {
         ints[i] = i % 300;
         longs[i] = i;
@@ -149,10 +147,11 @@ enum { I32, I64, F32, PTR };           /* kinds of fields */
 typedef struct row {                   /* one field of one base set to one value */
     int base;
     size_t at;
+    const char *field;                 /* that is blamed */
     int kind;
     int64_t value;                     /* PTR: 0 null, 1 some memory */
     int status;
-    const char *field;                 /* null: in words of the offset, see name */
+    const char *words;                 /* that the sentence must contain */
 } row;
 
 static void set_field(void *base, size_t at, int kind, int64_t value) {
@@ -166,137 +165,150 @@ static void set_field(void *base, size_t at, int kind, int64_t value) {
     if (kind == PTR) memcpy(p, &some, sizeof some);
 }
 
-#define D(f) offsetof(ra_desc, f)
+/* A field, blamed itself, and one of whose value another is blamed. */
+#define D(f) offsetof(ra_desc, f), #f
+#define D_AS(f, name) offsetof(ra_desc, f), name
 #define TOP ((int64_t)RA_MAX_POSITION)
 static const row desc_rows[] = {
-    { ONE, D(sequences), I32, -1, RA_E_RANGE, "sequences" },
-    { ONE, D(sequences), I32, INT32_MAX, RA_E_RANGE, "sequences" },
-    { ONE, D(ranks), I32, -1, RA_E_RANGE, "ranks" },
-    { ONE, D(ranks), I32, 4097, RA_E_RANGE, "ranks" },
-    { ONE, D(rank), I32, 1, RA_E_RANGE, "rank" },
-    { FOUR, D(rank), I32, 4, RA_E_RANGE, "rank" },
-    { FOUR, D(rank), I32, -1, RA_E_RANGE, "rank" },
-    { ONE, D(q_heads), I32, 0, RA_E_UNSET, "q_heads" },
-    { ONE, D(q_heads), I32, -4, RA_E_RANGE, "q_heads" },
-    { ONE, D(q_heads), I32, 5, RA_E_SHAPE, "q_heads" },
-    { ONE, D(kv_heads), I32, 0, RA_E_UNSET, "kv_heads" },
-    { ONE, D(kv_heads), I32, -2, RA_E_RANGE, "kv_heads" },
-    { ONE, D(kv_heads), I32, 3, RA_E_SHAPE, "q_heads" },
-    { ONE, D(kv_heads), I32, 8, RA_E_SHAPE, "q_heads" },
-    { ONE, D(k_dim), I32, 0, RA_E_UNSET, "k_dim" },
-    { ONE, D(k_dim), I32, -1, RA_E_RANGE, "k_dim" },
-    { ONE, D(k_dim), I32, 1025, RA_E_RANGE, "k_dim" },
-    { ONE, D(v_dim), I32, 0, RA_E_UNSET, "v_dim" },
-    { ONE, D(v_dim), I32, -1, RA_E_RANGE, "v_dim" },
-    { ONE, D(v_dim), I32, 1025, RA_E_RANGE, "v_dim" },
-    { ONE, D(q_dtype), I32, 0, RA_E_UNSET, "q_dtype" },
-    { ONE, D(q_dtype), I32, 5, RA_E_ENUM, "q_dtype" },
-    { ONE, D(q_dtype), I32, RA_Q8_0, RA_E_UNSUPPORTED, "q_dtype" },
-    { ONE, D(o_dtype), I32, RA_Q8_0, RA_E_UNSUPPORTED, "o_dtype" },
-    { ONE, D(q_dtype), I32, -1, RA_E_ENUM, "q_dtype" },
-    { ONE, D(k_dtype), I32, 0, RA_E_UNSET, "k_dtype" },
-    { ONE, D(k_dtype), I32, 17, RA_E_ENUM, "k_dtype" },
-    { ONE, D(v_dtype), I32, 0, RA_E_UNSET, "v_dtype" },
-    { ONE, D(v_dtype), I32, 5, RA_E_ENUM, "v_dtype" },
-    { ONE, D(o_dtype), I32, 0, RA_E_UNSET, "o_dtype" },
-    { ONE, D(o_dtype), I32, -7, RA_E_ENUM, "o_dtype" },
-    { ONE, D(v_column), I32, 1, RA_E_SHAPE, "v_in_k" },
-    { ONE, D(v_in_k), I32, 2, RA_E_RANGE, "v_in_k" },
-    { ONE, D(v_in_k), I32, -1, RA_E_RANGE, "v_in_k" },
-    { MLA, D(v_dtype), I32, RA_BF16, RA_E_SHAPE, "v_dtype" },
-    { MLA, D(v_column), I32, 5, RA_E_SHAPE, "v_column" },
-    { MLA, D(v_dim), I32, 9, RA_E_SHAPE, "v_column" },
-    { MLA, D(v_column), I32, -1, RA_E_RANGE, "v_column" },
-    { MLA, D(v_column), I32, INT32_MAX, RA_E_RANGE, "v_column" },
-    { ONE, D(scores), I32, 8, RA_E_RANGE, "scores" },
-    { ONE, D(scores), I32, -1, RA_E_RANGE, "scores" },
-    { ONE, D(tokens), I64, 0, RA_E_UNSET, "tokens" },
-    { ONE, D(tokens), I64, -300, RA_E_RANGE, "tokens" },
-    { ONE, D(tokens), I64, TOP + 1, RA_E_RANGE, "tokens" },
-    { ONE, D(tokens), I64, INT64_MAX, RA_E_RANGE, "tokens" },
-    { ONE, D(kv_tokens), I64, -1, RA_E_RANGE, "kv_tokens" },
-    { ONE, D(kv_tokens), I64, TOP + 1, RA_E_RANGE, "kv_tokens" },
-    { ONE, D(q_offset), I64, -1, RA_E_RANGE, "q_offset" },
-    { ONE, D(q_offset), I64, TOP + 1, RA_E_RANGE, "q_offset" },
-    { ONE, D(q_offset), I64, TOP - 299, RA_E_OVERFLOW, "q_offset" },
-    { ONE, D(mask.kind), I32, 0, RA_E_UNSET, "mask.kind" },
-    { ONE, D(mask.kind), I32, 4, RA_E_ENUM, "mask.kind" },
-    { ONE, D(mask.kind), I32, -1, RA_E_ENUM, "mask.kind" },
-    { ONE, D(mask.causal_block), I32, -1, RA_E_RANGE, "mask.causal_block" },
-    { INTERVALS, D(mask.causal_block), I32, 16, RA_E_SHAPE, "mask.causal_block" },
-    { ONE, D(mask.window), I64, -1, RA_E_RANGE, "mask.window" },
-    { ONE, D(mask.window), I64, INT64_MIN, RA_E_RANGE, "mask.window" },
-    { INTERVALS, D(mask.window), I64, 5, RA_E_SHAPE, "mask.window" },
-    { ONE, D(mask.right_limit), I64, -1, RA_E_RANGE, "mask.right_limit" },
-    { ONE, D(mask.right_limit), I64, 7, RA_E_SHAPE, "mask.right_limit" },
-    { INTERVALS, D(mask.right_limit), I64, 7, RA_E_SHAPE, "mask.right_limit" },
-    { ONE, D(mask.prefix), I64, -1, RA_E_RANGE, "mask.prefix" },
-    { INTERVALS, D(mask.prefix), I64, 3, RA_E_SHAPE, "mask.prefix" },
-    { ONE, D(mask.keep), I64, -1, RA_E_RANGE, "mask.keep" },
-    { INTERVALS, D(mask.keep), I64, 3, RA_E_SHAPE, "mask.keep" },
-    { ONE, D(mask.doc_count), I64, -1, RA_E_RANGE, "mask.doc_count" },
-    { ONE, D(mask.doc_count), I64, 3, RA_E_NULL, "mask.doc_first" },
-    { DOCUMENTS, D(mask.doc_first), PTR, 0, RA_E_NULL, "mask.doc_first" },
-    { DOCUMENTS, D(mask.doc_count), I64, 0, RA_E_SHAPE, "mask.doc_first" },
-    { INTERVALS, D(mask.doc_count), I64, 1, RA_E_SHAPE, "mask.doc_count" },
-    { INTERVALS, D(mask.lo), PTR, 0, RA_E_NULL, "mask.lo" },
-    { INTERVALS, D(mask.hi), PTR, 0, RA_E_NULL, "mask.hi" },
-    { INTERVALS, D(mask.interval_count), I64, 299, RA_E_POSITIONS, "mask.interval_count" },
-    { INTERVALS, D(mask.interval_count), I64, -1, RA_E_RANGE, "mask.interval_count" },
-    { INTERVALS, D(q_offset), I64, 1, RA_E_POSITIONS, "mask.interval_count" },
-    { ONE, D(mask.interval_count), I64, 300, RA_E_SHAPE, "mask.interval_count" },
-    { ONE, D(mask.lo), PTR, 1, RA_E_SHAPE, "mask.lo" },
-    { ONE, D(mask.hi), PTR, 1, RA_E_SHAPE, "mask.hi" },
-    { FOUR, D(layout.kind), I32, 0, RA_E_UNSET, "layout.kind" },
-    { ONE, D(layout.kind), I32, 6, RA_E_ENUM, "layout.kind" },
-    { ONE, D(layout.kind), I32, -1, RA_E_ENUM, "layout.kind" },
-    { RUNS, D(layout.weights), PTR, 1, RA_E_SHAPE, "layout.weights" },
-    { FOUR, D(layout.q_runs), PTR, 1, RA_E_SHAPE, "layout.q_runs" },
-    { FOUR, D(layout.k_runs), PTR, 1, RA_E_SHAPE, "layout.k_runs" },
-    { FOUR, D(layout.q_run_count), PTR, 1, RA_E_SHAPE, "layout.q_run_count" },
-    { FOUR, D(layout.k_run_count), PTR, 1, RA_E_SHAPE, "layout.k_run_count" },
-    { FOUR, D(layout.q_rows), PTR, 1, RA_E_SHAPE, "layout.q_rows" },
-    { FOUR, D(layout.k_rows), PTR, 1, RA_E_SHAPE, "layout.k_rows" },
-    { RUNS, D(layout.q_runs), PTR, 0, RA_E_NULL, "layout.q_runs" },
-    { RUNS, D(layout.q_run_count), PTR, 0, RA_E_NULL, "layout.q_run_count" },
-    { RUNS, D(layout.k_runs), PTR, 0, RA_E_NULL, "layout.k_runs" },
-    { RUNS, D(layout.k_run_count), PTR, 0, RA_E_NULL, "layout.k_run_count" },
-    { ARRAY, D(layout.q_rows), PTR, 0, RA_E_NULL, "layout.q_rows" },
-    { RUNS, D(tokens), I64, 299, RA_E_RANGE, "layout.q_runs" },
-    { RUNS, D(kv_tokens), I64, 299, RA_E_RANGE, "layout.k_runs" },
-    { RUNS, D(tokens_of), PTR, 1, RA_E_SHAPE, "tokens_of" },
-    { ARRAY, D(kv_tokens_of), PTR, 1, RA_E_SHAPE, "kv_tokens_of" },
-    { BATCH, D(tokens), I64, 299, RA_E_RANGE, "tokens_of" },
-    { ONE, D(scale), F32, -1, RA_E_RANGE, "scale" },
-    { ONE, D(softcap), F32, -1, RA_E_RANGE, "softcap" },
-    { ONE, D(chunk_tokens), I32, -64, RA_E_RANGE, "chunk_tokens" },
-    { ONE, D(chunk_tokens), I32, INT32_MAX, RA_E_RANGE, "chunk_tokens" },
-    { ONE, D(buffers), I32, -1, RA_E_RANGE, "buffers" },
-    { ONE, D(buffers), I32, 65, RA_E_RANGE, "buffers" },
-    { ONE, D(order), I32, -1, RA_E_ENUM, "order" },
-    { ONE, D(order), I32, RA_ORDER_DESCENDING, RA_E_UNSUPPORTED, "order" },
-    { ONE, D(order), I32, RA_ORDER_ASCENDING, RA_E_UNSUPPORTED, "order" },
-    { ONE, D(order), I32, 4, RA_E_ENUM, "order" },
-    { ROUNDS, D(buffers), I32, 1, RA_E_SHAPE, "buffers" },
-    { ONE, D(threads), I32, -1, RA_E_RANGE, "threads" },
-    { ONE, D(threads), I32, INT32_MAX, RA_E_RANGE, "threads" },
-    { ONE, D(isa), I32, -1, RA_E_ENUM, "isa" },
-    { ONE, D(isa), I32, 7, RA_E_ENUM, "isa" },
+    { ONE, D(sequences), I32, -1, RA_E_RANGE, "-1 is not in 0..1048576" },
+    { ONE, D(sequences), I32, INT32_MAX, RA_E_RANGE, "2147483647 is not in 0..1048576" },
+    { ONE, D(ranks), I32, -1, RA_E_RANGE, "-1 is not in 0..4096" },
+    { ONE, D(ranks), I32, 4097, RA_E_RANGE, "4097 is not in 0..4096" },
+    { ONE, D(rank), I32, 1, RA_E_RANGE, "1 is not in 0..0" },
+    { FOUR, D(rank), I32, 4, RA_E_RANGE, "4 is not in 0..3" },
+    { FOUR, D(rank), I32, -1, RA_E_RANGE, "-1 is not in 0..3" },
+    { ONE, D(q_heads), I32, 0, RA_E_UNSET, "1..65536" },
+    { ONE, D(q_heads), I32, -4, RA_E_RANGE, "-4 is not in 1..65536" },
+    { ONE, D(q_heads), I32, 5, RA_E_SHAPE, "5 is not a multiple of kv_heads, 2" },
+    { ONE, D(kv_heads), I32, 0, RA_E_UNSET, "1..65536" },
+    { ONE, D(kv_heads), I32, -2, RA_E_RANGE, "-2 is not in 1..65536" },
+    { ONE, D_AS(kv_heads, "q_heads"), I32, 3, RA_E_SHAPE, "4 is not a multiple of kv_heads, 3" },
+    { ONE, D_AS(kv_heads, "q_heads"), I32, 8, RA_E_SHAPE, "4 is not a multiple of kv_heads, 8" },
+    { ONE, D(k_dim), I32, 0, RA_E_UNSET, "1..1024" },
+    { ONE, D(k_dim), I32, -1, RA_E_RANGE, "-1 is not in 1..1024" },
+    { ONE, D(k_dim), I32, 1025, RA_E_RANGE, "1025 is not in 1..1024" },
+    { ONE, D(v_dim), I32, 0, RA_E_UNSET, "1..1024" },
+    { ONE, D(v_dim), I32, -1, RA_E_RANGE, "-1 is not in 1..1024" },
+    { ONE, D(v_dim), I32, 1025, RA_E_RANGE, "1025 is not in 1..1024" },
+    { ONE, D(q_dtype), I32, 0, RA_E_UNSET, "RA_Q8_0, not 0" },
+    { ONE, D(q_dtype), I32, 5, RA_E_ENUM, "RA_Q8_0, not 5" },
+    { ONE, D(q_dtype), I32, RA_Q8_0, RA_E_UNSUPPORTED, "4 is RA_Q8_0, which serves K and V only" },
+    { ONE, D(o_dtype), I32, RA_Q8_0, RA_E_UNSUPPORTED, "4 is RA_Q8_0, which serves K and V only" },
+    { ONE, D(q_dtype), I32, -1, RA_E_ENUM, "RA_Q8_0, not -1" },
+    { ONE, D(k_dtype), I32, 0, RA_E_UNSET, "RA_Q8_0, not 0" },
+    { ONE, D(k_dtype), I32, 17, RA_E_ENUM, "RA_Q8_0, not 17" },
+    { ONE, D(v_dtype), I32, 0, RA_E_UNSET, "RA_Q8_0, not 0" },
+    { ONE, D(v_dtype), I32, 5, RA_E_ENUM, "RA_Q8_0, not 5" },
+    { ONE, D(o_dtype), I32, 0, RA_E_UNSET, "RA_Q8_0, not 0" },
+    { ONE, D(o_dtype), I32, -7, RA_E_ENUM, "RA_Q8_0, not -7" },
+    { ONE, D_AS(v_column, "v_in_k"), I32, 1, RA_E_SHAPE, "is 0, but v_column is 1" },
+    { ONE, D(v_in_k), I32, 2, RA_E_RANGE, "2 is not in 0..1" },
+    { ONE, D(v_in_k), I32, -1, RA_E_RANGE, "-1 is not in 0..1" },
+    { MLA, D(v_dtype), I32, RA_BF16, RA_E_SHAPE, "3 differs from k_dtype although v_in_k is 1" },
+    { MLA, D(v_column), I32, 5, RA_E_SHAPE, "5 + v_dim is more than k_dim, 8" },
+    { MLA, D_AS(v_dim, "v_column"), I32, 9, RA_E_SHAPE, "0 + v_dim is more than k_dim, 8" },
+    { MLA, D(v_column), I32, -1, RA_E_RANGE, "-1 is not in 0..1024" },
+    { MLA, D(v_column), I32, INT32_MAX, RA_E_RANGE, "2147483647 is not in 0..1024" },
+    { ONE, D(scores), I32, 8, RA_E_RANGE, "8 is not in 0..7" },
+    { ONE, D(scores), I32, -1, RA_E_RANGE, "-1 is not in 0..7" },
+    { ONE, D(tokens), I64, 0, RA_E_UNSET, "1..2147483632" },
+    { ONE, D(tokens), I64, -300, RA_E_RANGE, "-300 is not in 1..2147483632" },
+    { ONE, D(tokens), I64, TOP + 1, RA_E_RANGE, "2147483633 is not in 1..2147483632" },
+    { ONE, D(tokens), I64, INT64_MAX, RA_E_RANGE, "9223372036854775807 is not in 1..2147483632" },
+    { ONE, D(kv_tokens), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
+    { ONE, D(kv_tokens), I64, TOP + 1, RA_E_RANGE, "2147483633 is not in 0..2147483632" },
+    { ONE, D(q_offset), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
+    { ONE, D(q_offset), I64, TOP + 1, RA_E_RANGE, "2147483633 is not in 0..2147483632" },
+    { ONE, D(q_offset), I64, TOP - 299, RA_E_OVERFLOW,
+      "2147483333 + tokens is more than 2147483632" },
+    { ONE, D(mask.kind), I32, 0, RA_E_UNSET, "1..3" },
+    { ONE, D(mask.kind), I32, 4, RA_E_ENUM, "4 is not one of the constants 1..3" },
+    { ONE, D(mask.kind), I32, -1, RA_E_ENUM, "-1 is not one of the constants 1..3" },
+    { ONE, D(mask.causal_block), I32, -1, RA_E_RANGE, "-1 is not in 0..1073741824" },
+    { INTERVALS, D(mask.causal_block), I32, 16, RA_E_SHAPE, "16 needs RA_MASK_CAUSAL" },
+    { ONE, D(mask.window), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
+    { ONE, D(mask.window), I64, INT64_MIN, RA_E_RANGE,
+      "-9223372036854775808 is not in 0..2147483632" },
+    { INTERVALS, D(mask.window), I64, 5, RA_E_SHAPE, "is 5; it must be 0 with RA_MASK_INTERVALS" },
+    { ONE, D(mask.right_limit), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
+    { ONE, D(mask.right_limit), I64, 7, RA_E_SHAPE, "7 needs RA_MASK_NONE" },
+    { INTERVALS, D(mask.right_limit), I64, 7, RA_E_SHAPE, "7 needs RA_MASK_NONE" },
+    { ONE, D(mask.prefix), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
+    { INTERVALS, D(mask.prefix), I64, 3, RA_E_SHAPE, "is 3; it must be 0 with RA_MASK_INTERVALS" },
+    { ONE, D(mask.keep), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
+    { INTERVALS, D(mask.keep), I64, 3, RA_E_SHAPE, "is 3; it must be 0 with RA_MASK_INTERVALS" },
+    { ONE, D(mask.doc_count), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
+    { ONE, D_AS(mask.doc_count, "mask.doc_first"), I64, 3, RA_E_NULL,
+      "is null, but doc_count is 3" },
+    { DOCUMENTS, D(mask.doc_first), PTR, 0, RA_E_NULL, "is null, but doc_count is 3" },
+    { DOCUMENTS, D_AS(mask.doc_count, "mask.doc_first"), I64, 0, RA_E_SHAPE,
+      "is set, but doc_count is 0" },
+    { INTERVALS, D(mask.doc_count), I64, 1, RA_E_SHAPE,
+      "is 1; it must be 0 with RA_MASK_INTERVALS" },
+    { INTERVALS, D(mask.lo), PTR, 0, RA_E_NULL, "is null, but RA_MASK_INTERVALS needs it" },
+    { INTERVALS, D(mask.hi), PTR, 0, RA_E_NULL, "is null, but RA_MASK_INTERVALS needs it" },
+    { INTERVALS, D(mask.interval_count), I64, 299, RA_E_POSITIONS,
+      "299 is less than q_offset + tokens, 300" },
+    { INTERVALS, D(mask.interval_count), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
+    { INTERVALS, D_AS(q_offset, "mask.interval_count"), I64, 1, RA_E_POSITIONS,
+      "300 is less than q_offset + tokens, 301" },
+    { ONE, D(mask.interval_count), I64, 300, RA_E_SHAPE, "300 needs RA_MASK_INTERVALS" },
+    { ONE, D(mask.lo), PTR, 1, RA_E_SHAPE, "needs RA_MASK_INTERVALS, not kind 2" },
+    { ONE, D(mask.hi), PTR, 1, RA_E_SHAPE, "needs RA_MASK_INTERVALS, not kind 2" },
+    { FOUR, D(layout.kind), I32, 0, RA_E_UNSET, "1..5" },
+    { ONE, D(layout.kind), I32, 6, RA_E_ENUM, "6 is not one of the constants 0..5" },
+    { ONE, D(layout.kind), I32, -1, RA_E_ENUM, "-1 is not one of the constants 0..5" },
+    { RUNS, D(layout.weights), PTR, 1, RA_E_SHAPE, "need CONTIGUOUS or ZIGZAG, not kind 4" },
+    { FOUR, D(layout.q_runs), PTR, 1, RA_E_SHAPE, "needs RA_LAYOUT_RUNS, not kind 1" },
+    { FOUR, D(layout.k_runs), PTR, 1, RA_E_SHAPE, "needs RA_LAYOUT_RUNS, not kind 1" },
+    { FOUR, D(layout.q_run_count), PTR, 1, RA_E_SHAPE, "needs RA_LAYOUT_RUNS, not kind 1" },
+    { FOUR, D(layout.k_run_count), PTR, 1, RA_E_SHAPE, "needs RA_LAYOUT_RUNS, not kind 1" },
+    { FOUR, D(layout.q_rows), PTR, 1, RA_E_SHAPE, "needs RA_LAYOUT_ARRAY, not kind 1" },
+    { FOUR, D(layout.k_rows), PTR, 1, RA_E_SHAPE, "needs RA_LAYOUT_ARRAY, not kind 1" },
+    { RUNS, D(layout.q_runs), PTR, 0, RA_E_NULL, "is null, but RA_LAYOUT_RUNS needs it" },
+    { RUNS, D(layout.q_run_count), PTR, 0, RA_E_NULL, "is null, but RA_LAYOUT_RUNS needs it" },
+    { RUNS, D(layout.k_runs), PTR, 0, RA_E_NULL, "is null: set both k_runs and k_run_count, or" },
+    { RUNS, D(layout.k_run_count), PTR, 0, RA_E_NULL,
+      "is null: set both k_runs and k_run_count, or" },
+    { ARRAY, D(layout.q_rows), PTR, 0, RA_E_NULL, "is null, but RA_LAYOUT_ARRAY needs it" },
+    { RUNS, D_AS(tokens, "layout.q_runs"), I64, 299, RA_E_RANGE,
+      "entry 3 has no rows, or steps back, or" },
+    { RUNS, D_AS(kv_tokens, "layout.k_runs"), I64, 299, RA_E_RANGE,
+      "entry 3 has no rows, or steps back, or" },
+    { RUNS, D(tokens_of), PTR, 1, RA_E_SHAPE, "must be null: RUNS and ARRAY give every" },
+    { ARRAY, D(kv_tokens_of), PTR, 1, RA_E_SHAPE, "must be null: RUNS and ARRAY give every" },
+    { BATCH, D_AS(tokens, "tokens_of"), I64, 299, RA_E_RANGE, "300 is not in 0..299, tokens" },
+    { ONE, D(scale), F32, -1, RA_E_RANGE, "must be finite and not negative" },
+    { ONE, D(softcap), F32, -1, RA_E_RANGE, "must be finite and not negative" },
+    { ONE, D(chunk_tokens), I32, -64, RA_E_RANGE, "-64 is not in 0..16777216" },
+    { ONE, D(chunk_tokens), I32, INT32_MAX, RA_E_RANGE, "2147483647 is not in 0..16777216" },
+    { ONE, D(buffers), I32, -1, RA_E_RANGE, "-1 is not in 0..64" },
+    { ONE, D(buffers), I32, 65, RA_E_RANGE, "65 is not in 0..64" },
+    { ONE, D(order), I32, -1, RA_E_ENUM, "-1 is not one of the constants 0..3" },
+    { ONE, D(order), I32, RA_ORDER_DESCENDING, RA_E_UNSUPPORTED,
+      "1 follows from layout and mask: leave it 0" },
+    { ONE, D(order), I32, RA_ORDER_ASCENDING, RA_E_UNSUPPORTED,
+      "2 follows from layout and mask: leave it 0" },
+    { ONE, D(order), I32, 4, RA_E_ENUM, "4 is not one of the constants 0..3" },
+    { ROUNDS, D(buffers), I32, 1, RA_E_SHAPE, "1 is less than 2, which RA_ORDER_ROUNDS" },
+    { ONE, D(threads), I32, -1, RA_E_RANGE, "-1 is not in 0..4096" },
+    { ONE, D(threads), I32, INT32_MAX, RA_E_RANGE, "2147483647 is not in 0..4096" },
+    { ONE, D(isa), I32, -1, RA_E_ENUM, "-1 is not one of the constants 0..6" },
+    { ONE, D(isa), I32, 7, RA_E_ENUM, "7 is not one of the constants 0..6" },
 };
 
 /* The same answer from everything that takes a descriptor, and nothing is made. */
-static void refuse_desc(const ra_desc *bad, int status, const char *field, int64_t value) {
+static void refuse_desc(const ra_desc *bad, int status, const char *field, const char *words) {
     ra_desc d = *bad, out;
     ra_error e[2];
     ra_plan *plan = (ra_plan *)(void *)longs;
-    small_heap heap;
+    small_heap heap = { 0 };
     ra_allocator a;
     memset(e, 0, sizeof e);
-    memset(&heap, 0, sizeof heap);
     memset(&out, 0x5A, sizeof out);
     a = small_heap_allocator(&heap);
     d.error = &e[0];
-    refused(ra_desc_resolve(&d, &out), &e[0], status, field, value);
+    refused(ra_desc_resolve(&d, &out), &e[0], status, field, words);
     d.error = &e[1];
     CHECK_EQ(ra_plan_create(&plan, &d, &a), status);
     CHECK(e[1].status == e[0].status && !strcmp(e[1].field, e[0].field) &&
@@ -317,18 +329,10 @@ TEST(desc_fields) {
     }
     for (size_t i = 0; i < sizeof desc_rows / sizeof desc_rows[0]; i++) {
         const row *r = &desc_rows[i];
-        int64_t says = r->kind == PTR || r->kind == F32 ? 0 : r->value;
-        snprintf(h_run.context, sizeof h_run.context, "row %d: %s = %lld", (int)i, r->field,
-                 (long long)r->value);
+        h_context("row %d: %s = %lld", (int)i, r->field, (long long)r->value);
         base_desc(&d, r->base);
         set_field(&d, r->at, r->kind, r->value);
-        /* another field is blamed, with its own value */
-        if (r->at == D(kv_heads) && r->status == RA_E_SHAPE) says = d.q_heads;
-        if (r->at == D(v_dim) && r->base == MLA) says = 0;
-        if (r->at == D(tokens) && r->base == BATCH) says = lengths[0];
-        if (r->at == D(q_offset) && r->base == INTERVALS) says = d.mask.interval_count;
-        if (r->base == RUNS && r->status == RA_E_RANGE) says = 3;      /* the last entry */
-        refuse_desc(&d, r->status, r->field, says);
+        refuse_desc(&d, r->status, r->field, r->words);
     }
 }
 
@@ -336,9 +340,8 @@ TEST(desc_fields) {
 TEST(dtypes_of_an_engine) {
     static const char *const names[] = { "RA_F32", "RA_F16", "RA_BF16", "RA_Q8_0" };
     for (int32_t dtype = 0; dtype <= 12; dtype += 12) {
-        ra_error why;
+        ra_error why = { 0 };
         ra_desc d;
-        memset(&why, 0, sizeof why);
         base_desc(&d, ONE);
         d.k_dtype = dtype;
         d.error = &why;
@@ -355,88 +358,82 @@ TEST(desc_contents) {
     base_desc(&d, DOCUMENTS);
     d.mask.doc_first = first;
     first[0] = 1; first[1] = 5; first[2] = 9;
-    refuse_desc(&d, RA_E_POSITIONS, "mask.doc_first", 0);
+    refuse_desc(&d, RA_E_POSITIONS, "mask.doc_first", NULL);
     first[0] = 0; first[1] = 5; first[2] = 5;
-    refuse_desc(&d, RA_E_POSITIONS, "mask.doc_first", 2);
+    refuse_desc(&d, RA_E_POSITIONS, "mask.doc_first", "2");
     first[2] = TOP + 5;
-    refuse_desc(&d, RA_E_OVERFLOW, "mask.doc_first", TOP + 5);
+    refuse_desc(&d, RA_E_OVERFLOW, "mask.doc_first", number(TOP + 5));
     base_desc(&d, BATCH);
     d.tokens_of = of;
     of[0] = 300; of[1] = 301;
-    refuse_desc(&d, RA_E_RANGE, "tokens_of", 301);
+    refuse_desc(&d, RA_E_RANGE, "tokens_of", "301");
     of[1] = -1;
-    refuse_desc(&d, RA_E_RANGE, "tokens_of", -1);
+    refuse_desc(&d, RA_E_RANGE, "tokens_of", "-1");
     d.tokens_of = NULL;
     d.kv_tokens_of = of;
-    refuse_desc(&d, RA_E_RANGE, "kv_tokens_of", -1);
+    refuse_desc(&d, RA_E_RANGE, "kv_tokens_of", "-1");
     of[1] = 301;
-    refuse_desc(&d, RA_E_RANGE, "kv_tokens_of", 301);
+    refuse_desc(&d, RA_E_RANGE, "kv_tokens_of", "301");
     base_desc(&d, FOUR);
     d.layout.weights = weight;
     memset(weight, 0, sizeof weight);
-    refuse_desc(&d, RA_E_UNSET, "layout.weights", 0);
+    refuse_desc(&d, RA_E_UNSET, "layout.weights", NULL);
     weight[2] = -3; weight[0] = 5;
-    refuse_desc(&d, RA_E_RANGE, "layout.weights", -3);
+    refuse_desc(&d, RA_E_RANGE, "layout.weights", "-3");
     base_desc(&d, ARRAY);
     memcpy(many, rows, sizeof many);
     d.layout.q_rows = many;
     many[1] = -5;
-    refuse_desc(&d, RA_E_RANGE, "layout.q_rows", -5);
+    refuse_desc(&d, RA_E_RANGE, "layout.q_rows", "-5");
     d.layout.q_rows = rows;
     d.layout.k_rows = many;
-    refuse_desc(&d, RA_E_RANGE, "layout.k_rows", -5);
+    refuse_desc(&d, RA_E_RANGE, "layout.k_rows", "-5");
     many[1] = TOP + 1;
-    refuse_desc(&d, RA_E_RANGE, "layout.k_rows", TOP + 1);
+    refuse_desc(&d, RA_E_RANGE, "layout.k_rows", number(TOP + 1));
     base_desc(&d, ONE);
     d.tokens = TOP - 1;
     d.sequences = 1 << 20;
     d.q_heads = d.kv_heads = 1 << 16;
     d.k_dim = d.v_dim = 1024;
-    refuse_desc(&d, RA_E_OVERFLOW, "tokens", TOP - 1);
+    refuse_desc(&d, RA_E_OVERFLOW, "tokens", number(TOP - 1));
 }
 
 TEST(desc_runs) {
+    static const struct { int entry; ra_run run; int status; const char *words; } bad[] = {
+        { 1, { 74, 75, 1 }, RA_E_POSITIONS, "74" },
+        { 1, { 75, 75, -1 }, RA_E_RANGE, "entry 1" },
+        { 1, { 75, 75, INT64_MAX }, RA_E_RANGE, "entry 1" },
+        { 1, { 75, -1, 1 }, RA_E_RANGE, "entry 1" },
+        { 1, { 75, INT64_MAX, 1 }, RA_E_RANGE, "entry 1" },
+        { 1, { 75, 0, 1 }, RA_E_RANGE, "entry 1" },
+        { 0, { -1, 75, 1 }, RA_E_RANGE, "entry 0" },
+        { 0, { INT64_MIN, 75, 1 }, RA_E_RANGE, "entry 0" },
+        { 0, { INT64_MAX, 75, 1 }, RA_E_RANGE, "entry 0" },
+    };
     static int32_t count[4];
     static ra_run run[5];
     ra_desc d;
     scope = IN_DESC;
     for (int keys = 0; keys < 2; keys++) {
-        const char *table = keys ? "layout.k_runs" : "layout.q_runs";
         base_desc(&d, RUNS);
-        memcpy(run, runs, sizeof run);
         memcpy(count, counts, sizeof count);
         if (keys) { d.layout.k_runs = run; d.layout.k_run_count = count; }
         else { d.layout.q_runs = run; d.layout.q_run_count = count; }
+        for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+            memcpy(run, runs, sizeof run);
+            run[bad[i].entry] = bad[i].run;
+            refuse_desc(&d, bad[i].status, keys ? "layout.k_runs" : "layout.q_runs",
+                        bad[i].words);
+        }
         count[3] = -1;
-        refuse_desc(&d, RA_E_RANGE, keys ? "layout.k_run_count" : "layout.q_run_count", -1);
-        count[3] = 1;
-        run[1].first = 74;
-        refuse_desc(&d, RA_E_POSITIONS, table, 74);
-        run[1].first = 75;
-        run[1].stride = -1;
-        refuse_desc(&d, RA_E_RANGE, table, 1);
-        run[1].stride = INT64_MAX;
-        refuse_desc(&d, RA_E_RANGE, table, 1);
-        run[1].stride = 1;
-        run[1].count = -1;
-        refuse_desc(&d, RA_E_RANGE, table, 1);
-        run[1].count = INT64_MAX;
-        refuse_desc(&d, RA_E_RANGE, table, 1);
-        run[1].count = 0;
-        refuse_desc(&d, RA_E_RANGE, table, 1);
-        run[1].count = 75;
-        run[0].first = -1;
-        refuse_desc(&d, RA_E_RANGE, table, 0);
-        run[0].first = INT64_MIN;
-        refuse_desc(&d, RA_E_RANGE, table, 0);
-        run[0].first = INT64_MAX;
-        refuse_desc(&d, RA_E_RANGE, table, 0);
+        refuse_desc(&d, RA_E_RANGE, keys ? "layout.k_run_count" : "layout.q_run_count",
+                    "-1 is negative");
     }
     base_desc(&d, RUNS);               /* keys as queries, but fewer of them */
     d.layout.k_runs = NULL;
     d.layout.k_run_count = NULL;
     d.kv_tokens = 299;
-    refuse_desc(&d, RA_E_POSITIONS, "kv_tokens", 3);
+    refuse_desc(&d, RA_E_POSITIONS, "kv_tokens", "3");
 }
 
 TEST(desc_floats) {
@@ -445,10 +442,10 @@ TEST(desc_floats) {
     for (int i = 0; i < 3; i++) {
         base_desc(&d, ONE);
         d.scale = bad[i];
-        refuse_desc(&d, RA_E_RANGE, "scale", 0);
+        refuse_desc(&d, RA_E_RANGE, "scale", NULL);
         base_desc(&d, ONE);
         d.softcap = bad[i];
-        refuse_desc(&d, RA_E_RANGE, "softcap", 0);
+        refuse_desc(&d, RA_E_RANGE, "softcap", NULL);
     }
 }
 
@@ -465,7 +462,7 @@ TEST(desc_rates) {
         d.rates.flops_per_s = x[0];
         d.rates.link_bytes_per_s = x[1];
         d.rates.link_latency_s = x[2];
-        refuse_desc(&d, RA_E_RANGE, "rates", 0);
+        refuse_desc(&d, RA_E_RANGE, "rates", NULL);
     }
 }
 
@@ -485,8 +482,8 @@ TEST(desc_resolved) {
         CHECK_EQ(ra_plan_create(&plan[0], &d, NULL), RA_OK);
         CHECK_EQ(ra_plan_create(&plan[1], &once, NULL), RA_OK);
         for (int i = 0; i < 2; i++) CHECK_EQ(ra_plan_query(plan[i], 0, &r[i]), RA_OK);
-        snprintf(h_run.context, sizeof h_run.context, "base %d: pairs %lld, resolved %lld", b,
-                 (long long)r[0].pairs, (long long)r[1].pairs);
+        h_context("base %d: pairs %lld, resolved %lld", b, (long long)r[0].pairs,
+                  (long long)r[1].pairs);
         CHECK_BITS(&r[1], &r[0], sizeof r[0]);
         for (int i = 0; i < 2; i++) ra_plan_destroy(plan[i]);
     }
@@ -496,21 +493,21 @@ TEST(blocks_of_q8_0) {
     ra_desc d;
     base_desc(&d, ONE);
     d.k_dtype = RA_Q8_0;
-    refuse_desc(&d, RA_E_SHAPE, "k_dim", 8);
+    refuse_desc(&d, RA_E_SHAPE, "k_dim", "8");
     d.k_dim = 64;
     d.train = 1;
-    refuse_desc(&d, RA_E_UNSUPPORTED, "k_dtype", RA_Q8_0);
+    refuse_desc(&d, RA_E_UNSUPPORTED, "k_dtype", number(RA_Q8_0));
     d.k_dtype = RA_F32;
     d.v_dtype = RA_Q8_0;
-    refuse_desc(&d, RA_E_UNSUPPORTED, "v_dtype", RA_Q8_0);
+    refuse_desc(&d, RA_E_UNSUPPORTED, "v_dtype", number(RA_Q8_0));
     d.train = 0;
-    refuse_desc(&d, RA_E_SHAPE, "v_dim", 8);
+    refuse_desc(&d, RA_E_SHAPE, "v_dim", "8");
     base_desc(&d, MLA);
     d.k_dtype = RA_Q8_0;
     d.k_dim = 96;
     d.v_dim = 64;
     d.v_column = 8;
-    refuse_desc(&d, RA_E_ALIGN, "v_column", 8);
+    refuse_desc(&d, RA_E_ALIGN, "v_column", "8");
 }
 
 TEST(isa) {
@@ -525,7 +522,7 @@ TEST(isa) {
         if (ra_isa_available(isa)) continue;
         base_desc(&d, ONE);
         d.isa = isa;
-        refuse_desc(&d, RA_E_ISA, "isa", isa);
+        refuse_desc(&d, RA_E_ISA, "isa", number(isa));
         missing++;
     }
     if (!missing) produced[-RA_E_ISA] = -1;            /* cannot occur on this machine */
@@ -538,17 +535,19 @@ static int stand_in_fold(void *ctx, const ra_block *block) {
     return RA_OK;
 }
 
+#define E(f) offsetof(ra_engine, f), "engine." #f
+
 TEST(engine) {
     static ra_engine engine;
     static const row engine_rows[] = {
-        { 0, offsetof(ra_engine, size), I32, 0, RA_E_ABI, "engine.size" },
-        { 0, offsetof(ra_engine, size), I32, 8, RA_E_ABI, "engine.size" },
-        { 0, offsetof(ra_engine, abi), I32, 0, RA_E_ABI, "engine.abi" },
-        { 0, offsetof(ra_engine, abi), I32, 2, RA_E_ABI, "engine.abi" },
-        { 0, offsetof(ra_engine, block_queries), I64, -64, RA_E_RANGE, "engine.block_queries" },
-        { 0, offsetof(ra_engine, block_queries), I64, INT64_MAX, RA_E_RANGE,
-          "engine.block_queries" },
-        { 0, offsetof(ra_engine, block_queries), I64, 65, RA_E_SHAPE, "engine.block_queries" },
+        { 0, E(size), I32, 0, RA_E_ABI, "0 is less than 32, the size of ra_engine in" },
+        { 0, E(size), I32, 8, RA_E_ABI, "8 is less than 32, the size of ra_engine in" },
+        { 0, E(abi), I32, 0, RA_E_ABI, "0 is not RA_ENGINE_ABI, 1" },
+        { 0, E(abi), I32, 2, RA_E_ABI, "2 is not RA_ENGINE_ABI, 1" },
+        { 0, E(block_queries), I64, -64, RA_E_RANGE, "-64 is not in 0..16777216" },
+        { 0, E(block_queries), I64, INT64_MAX, RA_E_RANGE,
+          "9223372036854775807 is not in 0..16777216" },
+        { 0, E(block_queries), I64, 65, RA_E_SHAPE, "65 is not a multiple of 64, RA_BLOCK_TOKENS" },
     };
     ra_desc d;
     scope = IN_DESC;
@@ -565,10 +564,10 @@ TEST(engine) {
         d.engine = &engine;
         if (i == sizeof engine_rows / sizeof engine_rows[0]) break;
         set_field(&engine, r->at, r->kind, r->value);
-        refuse_desc(&d, r->status, r->field, r->value);
+        refuse_desc(&d, r->status, r->field, r->words);
     }
     engine.fold = NULL;
-    refuse_desc(&d, RA_E_NULL, "engine.fold", 0);
+    refuse_desc(&d, RA_E_NULL, "engine.fold", NULL);
 }
 
 /* -------------------------------------------------------------------------- ra_transport */
@@ -614,33 +613,38 @@ static void base_transport(ra_transport *t, int level) {
     }
 }
 
-#define T(f) offsetof(ra_transport, f)
+#define T(f) offsetof(ra_transport, f), "transport." #f
+#define T_AS(f, name) offsetof(ra_transport, f), name
 static const row transport_rows[] = {
-    { 0, T(size), I32, 0, RA_E_ABI, "transport.size" },
-    { 0, T(size), I32, 16, RA_E_ABI, "transport.size" },
-    { 0, T(size), I32, -1, RA_E_ABI, "transport.size" },
-    { 0, T(abi), I32, 0, RA_E_ABI, "transport.abi" },
-    { 0, T(abi), I32, 2, RA_E_ABI, "transport.abi" },
-    { 0, T(caps), I32, 32, RA_E_ENUM, "transport.caps" },
-    { 1, T(channels), I32, 65, RA_E_RANGE, "transport.channels" },
-    { 1, T(tag_bits), I32, 65, RA_E_RANGE, "transport.tag_bits" },
-    { 1, T(max_ops), I32, 1, RA_E_RANGE, "transport.max_ops" },
-    { 1, T(align), I64, 48, RA_E_RANGE, "transport.align" },
-    { 1, T(align), I64, 65536, RA_E_RANGE, "transport.align" },
-    { 0, T(sendrecv), PTR, 0, RA_E_TRANSPORT, "transport.sendrecv" },
-    { 1, T(post), PTR, 0, RA_E_TRANSPORT, "transport.sendrecv" },
-    { 1, T(poll), PTR, 0, RA_E_TRANSPORT, "transport.poll" },
-    { 2, T(dereg), PTR, 0, RA_E_TRANSPORT, "transport.dereg" },
-    { 2, T(release), PTR, 0, RA_E_TRANSPORT, "transport.release" },
-    { 2, T(quiesce), PTR, 0, RA_E_TRANSPORT, "transport.quiesce" },
-    { 2, T(caps), I32, RA_CAP_SHARED, RA_E_TRANSPORT, "transport.caps" },
-    { 2, T(channels), I32, 1, RA_E_TRANSPORT, "transport.channels" },
-    { 2, T(max_ops), I32, 9, RA_E_TRANSPORT, "transport.max_ops" },
-    { 0, T(caps), I32, RA_CAP_SHARED, RA_E_TRANSPORT, "transport.post" },
-    { 0, T(rank), I32, 1, RA_E_UNSET, "transport.ranks" },
-    { 0, T(ranks), I32, 5, RA_E_TRANSPORT, "transport.ranks" },
-    { 0, T(ranks), I32, -4, RA_E_TRANSPORT, "transport.ranks" },
-    { 0, T(max_msg), I64, 100, RA_E_TRANSPORT, "transport.max_msg" },
+    { 0, T(size), I32, 0, RA_E_ABI, "must be sizeof(ra_transport), is 0: was it" },
+    { 0, T(size), I32, 16, RA_E_ABI, "must be sizeof(ra_transport), is 16: was it" },
+    { 0, T(size), I32, -1, RA_E_ABI, "must be sizeof(ra_transport), is 4294967295" },
+    { 0, T(abi), I32, 0, RA_E_ABI, "must be RA_TRANSPORT_ABI, which is 1 here" },
+    { 0, T(abi), I32, 2, RA_E_ABI, "must be RA_TRANSPORT_ABI, which is 1 here" },
+    { 0, T(caps), I32, 32, RA_E_ENUM, "has bits that are not RA_CAP_*: 32" },
+    { 1, T(channels), I32, 65, RA_E_RANGE, "must be 0 (1) to 64, is 65" },
+    { 1, T(tag_bits), I32, 65, RA_E_RANGE, "must be 0 (15) to 64, is 65" },
+    { 1, T(max_ops), I32, 1, RA_E_RANGE, "must be 0 (2) or at least 2, for a send and" },
+    { 1, T(align), I64, 48, RA_E_RANGE, "must be 0 (64) or a power of two up to 4096" },
+    { 1, T(align), I64, 65536, RA_E_RANGE, "must be 0 (64) or a power of two up to 4096" },
+    { 0, T(sendrecv), PTR, 0, RA_E_TRANSPORT, "is null and so is post: set one of them" },
+    { 1, T_AS(post, "transport.sendrecv"), PTR, 0, RA_E_TRANSPORT,
+      "is null and so is post: set one of them" },
+    { 1, T(poll), PTR, 0, RA_E_TRANSPORT, "is null, but post needs it" },
+    { 2, T(dereg), PTR, 0, RA_E_TRANSPORT, "is null, but reg needs it" },
+    { 2, T(release), PTR, 0, RA_E_TRANSPORT, "is null, but caps (23) has RA_CAP_LOAN" },
+    { 2, T(quiesce), PTR, 0, RA_E_TRANSPORT, "is null, but caps (23) has RA_CAP_SHARED" },
+    { 2, T(caps), I32, RA_CAP_SHARED, RA_E_TRANSPORT,
+      "is 16: RA_CAP_SHARED needs RA_CAP_ANY_PEER" },
+    { 2, T(channels), I32, 1, RA_E_TRANSPORT, "is 1: RA_CAP_SHARED needs at least 2" },
+    { 2, T(max_ops), I32, 9, RA_E_TRANSPORT, "is 9: RA_CAP_SHARED needs at least 10, 2 per" },
+    { 0, T_AS(caps, "transport.post"), I32, RA_CAP_SHARED, RA_E_TRANSPORT,
+      "is null, but caps (16) has RA_CAP_SHARED" },
+    { 0, T_AS(rank, "transport.ranks"), I32, 1, RA_E_UNSET,
+      "is 0, but transport.rank is 1: set both or" },
+    { 0, T(ranks), I32, 5, RA_E_TRANSPORT, "is 5, but the descriptor has 4 ranks" },
+    { 0, T(ranks), I32, -4, RA_E_TRANSPORT, "is -4, but the descriptor has 4 ranks" },
+    { 0, T(max_msg), I64, 100, RA_E_TRANSPORT, "100 is less than the" },
 };
 
 static ra_plan *plan_of(int base, int rank) {
@@ -653,17 +657,15 @@ static ra_plan *plan_of(int base, int rank) {
 }
 
 static void refuse_ring(const ra_plan *plan, const ra_transport *t, const ra_ring_desc *rd,
-                        int status, const char *field, int64_t value) {
+                        int status, const char *field, const char *words) {
     ra_ring *ring = (ra_ring *)(void *)longs;
     ra_ring_desc copy = *rd;
-    small_heap heap;
-    ra_error e;
-    memset(&heap, 0, sizeof heap);
-    memset(&e, 0, sizeof e);
+    small_heap heap = { 0 };
+    ra_error e = { 0 };
     if (!copy.allocator.alloc && !copy.allocator.free)
         copy.allocator = small_heap_allocator(&heap);
     copy.error = &e;
-    refused(ra_ring_create(&ring, plan, t, &copy), &e, status, field, value);
+    refused(ra_ring_create(&ring, plan, t, &copy), &e, status, field, words);
     CHECK(ring == NULL);
     CHECK(heap.live == 0 && heap.wrong == 0);
     copy.error = NULL;
@@ -672,11 +674,10 @@ static void refuse_ring(const ra_plan *plan, const ra_transport *t, const ra_rin
 
 TEST(transport) {
     ra_plan *plan = plan_of(FOUR, 1);
-    ra_ring_desc rd;
+    ra_ring_desc rd = { 0 };
     ra_transport t;
     ra_ring *ring = NULL;
     scope = IN_RING;
-    memset(&rd, 0, sizeof rd);
     for (int level = 0; level < 3; level++) {
         base_transport(&t, level);
         CHECK_EQ(ra_ring_create(&ring, plan, &t, NULL), RA_OK);
@@ -684,31 +685,28 @@ TEST(transport) {
     }
     for (size_t i = 0; i < sizeof transport_rows / sizeof transport_rows[0]; i++) {
         const row *r = &transport_rows[i];
-        int says = r->kind != PTR && r->value > 0 && r->at != T(max_msg) && r->at != T(rank);
-        snprintf(h_run.context, sizeof h_run.context, "row %d: %s = %lld", (int)i, r->field,
-                 (long long)r->value);
+        h_context("row %d: %s = %lld", (int)i, r->field, (long long)r->value);
         base_transport(&t, r->base);
         set_field(&t, r->at, r->kind, r->value);
-        refuse_ring(plan, &t, &rd, r->status, r->field,
-                    says && strcmp(r->field, "transport.post") ? r->value : 0);
+        refuse_ring(plan, &t, &rd, r->status, r->field, r->words);
     }
     base_transport(&t, 0);
     t.ranks = 4;
     t.rank = 2;
-    refuse_ring(plan, &t, &rd, RA_E_TRANSPORT, "transport.rank", 2);
-    refuse_ring(plan, NULL, &rd, RA_E_NULL, "transport", 0);
+    refuse_ring(plan, &t, &rd, RA_E_TRANSPORT, "transport.rank", "2");
+    refuse_ring(plan, NULL, &rd, RA_E_NULL, "transport", NULL);
     ra_plan_destroy(plan);
 }
 
 /* -------------------------------------------------------------------------- ra_ring_desc */
 
-#define R(f) offsetof(ra_ring_desc, f)
+#define R(f) offsetof(ra_ring_desc, f), "ring." #f
 static const row ring_rows[] = {
-    { 0, R(watchdog_ns), I64, -5, RA_E_RANGE, "ring.watchdog_ns" },
-    { 0, R(quiesce_ns), I64, -6, RA_E_RANGE, "ring.quiesce_ns" },
-    { 0, R(trust_plans), I32, 2, RA_E_RANGE, "ring.trust_plans" },
-    { 0, R(checksums), I32, -1, RA_E_RANGE, "ring.checksums" },
-    { 0, R(workspace_bytes), I64, 64, RA_E_WORKSPACE, "ring.workspace_bytes" },
+    { 0, R(watchdog_ns), I64, -5, RA_E_RANGE, "-5 is negative" },
+    { 0, R(quiesce_ns), I64, -6, RA_E_RANGE, "-6 is negative" },
+    { 0, R(trust_plans), I32, 2, RA_E_RANGE, "2 is not in 0..1" },
+    { 0, R(checksums), I32, -1, RA_E_RANGE, "-1 is not in 0..1" },
+    { 0, R(workspace_bytes), I64, 64, RA_E_WORKSPACE, "64 is less than the" },
 };
 
 TEST(ring_desc) {
@@ -717,7 +715,7 @@ TEST(ring_desc) {
     ra_ring_desc rd;
     ra_transport t;
     ra_ring *ring = NULL;
-    ra_error e;
+    ra_error e = { 0 };
     int64_t need;
     uint8_t *room;
     scope = IN_RING;
@@ -727,37 +725,35 @@ TEST(ring_desc) {
     room = (uint8_t *)small_memory((size_t)need + 64);
     for (size_t i = 0; i < sizeof ring_rows / sizeof ring_rows[0]; i++) {
         const row *r = &ring_rows[i];
-        snprintf(h_run.context, sizeof h_run.context, "row %d: %s", (int)i, r->field);
+        h_context("row %d: %s", (int)i, r->field);
         memset(&rd, 0, sizeof rd);
         set_field(&rd, r->at, r->kind, r->value);
-        refuse_ring(plan, &t, &rd, r->status, r->field,
-                    r->status == RA_E_WORKSPACE ? need : r->value);
+        refuse_ring(plan, &t, &rd, r->status, r->field, r->words);
     }
     memset(&rd, 0, sizeof rd);
     rd.workspace = room + 1;
     rd.workspace_bytes = (size_t)need;
-    refuse_ring(plan, &t, &rd, RA_E_ALIGN, "ring.workspace", 0);
+    refuse_ring(plan, &t, &rd, RA_E_ALIGN, "ring.workspace", NULL);
     rd.workspace = room + 32;
-    refuse_ring(plan, &t, &rd, RA_E_ALIGN, "ring.workspace", 0);
+    refuse_ring(plan, &t, &rd, RA_E_ALIGN, "ring.workspace", NULL);
     rd.workspace = room;
     rd.workspace_bytes = (size_t)need - 1;
-    refuse_ring(plan, &t, &rd, RA_E_WORKSPACE, "ring.workspace_bytes", need);
+    refuse_ring(plan, &t, &rd, RA_E_WORKSPACE, "ring.workspace_bytes", number(need));
     rd.workspace_bytes = 0;
-    refuse_ring(plan, &t, &rd, RA_E_WORKSPACE, "ring.workspace_bytes", need);
+    refuse_ring(plan, &t, &rd, RA_E_WORKSPACE, "ring.workspace_bytes", number(need));
     rd.workspace_bytes = (size_t)need;
     CHECK_EQ(ra_ring_create(&ring, plan, &t, &rd), RA_OK);
     CHECK_EQ(ra_ring_destroy(ring), RA_OK);
     memset(&rd, 0, sizeof rd);
     rd.allocator.alloc = small_heap_alloc;
-    refuse_ring(plan, &t, &rd, RA_E_NULL, "ring.allocator.free", 0);
+    refuse_ring(plan, &t, &rd, RA_E_NULL, "ring.allocator.free", NULL);
     rd.allocator.alloc = NULL;
     rd.allocator.free = small_heap_free;
-    refuse_ring(plan, &t, &rd, RA_E_NULL, "ring.allocator.alloc", 0);
+    refuse_ring(plan, &t, &rd, RA_E_NULL, "ring.allocator.alloc", NULL);
     memset(&rd, 0, sizeof rd);
-    refuse_ring(NULL, &t, &rd, RA_E_NULL, "plan", 0);
-    memset(&e, 0, sizeof e);
+    refuse_ring(NULL, &t, &rd, RA_E_NULL, "plan", NULL);
     rd.error = &e;
-    refused(ra_ring_create(NULL, plan, &t, &rd), &e, RA_E_NULL, "out", 0);
+    refused(ra_ring_create(NULL, plan, &t, &rd), &e, RA_E_NULL, "out", NULL);
     CHECK_EQ(ra_ring_destroy(NULL), RA_OK);
     ra_plan_destroy(plan);
     ra_plan_destroy(NULL);
@@ -769,15 +765,14 @@ TEST(ring_desc) {
 TEST(plan_arguments) {
     ra_plan *plan = plan_of(FOUR, 1), *none = NULL;
     ra_plan_report rep;
-    ra_allocator half;
-    ra_error e;
+    ra_allocator half = { 0 };
+    ra_error e = { 0 };
     ra_desc d;
     ra_run run[4];
     scope = IN_PLAN;
     base_desc(&d, FOUR);
-    memset(&e, 0, sizeof e);
     d.error = &e;
-    refused(ra_plan_create(NULL, &d, NULL), &e, RA_E_NULL, "out", 0);
+    refused(ra_plan_create(NULL, &d, NULL), &e, RA_E_NULL, "out", NULL);
     CHECK_EQ(ra_plan_create(&none, NULL, NULL), RA_E_NULL);
     none = plan;
     d.k_dim = -1;
@@ -786,13 +781,12 @@ TEST(plan_arguments) {
     none = NULL;
     d.k_dim = 8;
     CHECK_EQ(ra_desc_resolve(NULL, &d), RA_E_NULL);
-    refused(ra_desc_resolve(&d, NULL), &e, RA_E_NULL, "out", 0);
-    memset(&half, 0, sizeof half);
+    refused(ra_desc_resolve(&d, NULL), &e, RA_E_NULL, "out", NULL);
     half.alloc = small_heap_alloc;
-    refused(ra_plan_create(&none, &d, &half), &e, RA_E_NULL, "allocator.free", 0);
+    refused(ra_plan_create(&none, &d, &half), &e, RA_E_NULL, "allocator.free", NULL);
     half.alloc = NULL;
     half.free = small_heap_free;
-    refused(ra_plan_create(&none, &d, &half), &e, RA_E_NULL, "allocator.alloc", 0);
+    refused(ra_plan_create(&none, &d, &half), &e, RA_E_NULL, "allocator.alloc", NULL);
     CHECK_EQ(ra_plan_query(NULL, 0, &rep), RA_E_NULL);
     CHECK_EQ(ra_plan_query(plan, 0, NULL), RA_E_NULL);
     CHECK_EQ(ra_plan_query(plan, 4, &rep), RA_E_RANGE);
@@ -836,7 +830,7 @@ TEST(rates) {
         field[2] = &r.link_latency_s;
         *field[i / 4] = bad[i % 4];
         s = ra_plan_predict(plan, 1, &r, &out);
-        snprintf(h_run.context, sizeof h_run.context, "rate %d: %g", i / 4, bad[i % 4]);
+        h_context("rate %d: %g", i / 4, bad[i % 4]);
         if (i == 8) CHECK_EQ(s, RA_OK);            /* no latency */
         else if (i % 4 == 3) CHECK(s == RA_OK || s == RA_E_RANGE);
         else CHECK(s == RA_E_RANGE || (s == RA_E_UNSET && i % 4 == 0));
@@ -851,11 +845,13 @@ static ra_status no_rank(ra_world *world, int rank, void *user) {
     return RA_OK;
 }
 
+#define W(f) offsetof(ra_world_desc, f), #f
+
 TEST(world) {
     static const row world_rows[] = {
-        { 0, offsetof(ra_world_desc, ranks), I32, 0, RA_E_UNSET, "ranks" },
-        { 0, offsetof(ra_world_desc, ranks), I32, -2, RA_E_RANGE, "ranks" },
-        { 0, offsetof(ra_world_desc, ranks), I32, 4097, RA_E_RANGE, "ranks" },
+        { 0, W(ranks), I32, 0, RA_E_UNSET, "must be set, 1 to 4096, is 0" },
+        { 0, W(ranks), I32, -2, RA_E_RANGE, "must be 1 to 4096, is -2" },
+        { 0, W(ranks), I32, 4097, RA_E_RANGE, "must be 1 to 4096, is 4097" },
     };
     ra_world_desc wd;
     ra_world *world = NULL;
@@ -868,23 +864,21 @@ TEST(world) {
         wd.ranks = 2;
         wd.error = &e;
         set_field(&wd, r->at, r->kind, r->value);
-        refused(ra_world_create(&world, &wd), &e, r->status, r->field, r->value);
+        refused(ra_world_create(&world, &wd), &e, r->status, r->field, r->words);
         CHECK(world == NULL);
-        if (r->value > 0 || r->at == offsetof(ra_world_desc, ranks))
-            CHECK_EQ(ra_world_run(wd.ranks, no_rank, NULL, &wd),
-                     r->value ? r->status : RA_E_RANGE);
+        CHECK_EQ(ra_world_run(wd.ranks, no_rank, NULL, &wd), r->value ? r->status : RA_E_RANGE);
     }
     memset(&wd, 0, sizeof wd);
     wd.ranks = 2;
     wd.error = &e;
-    refused(ra_world_create(NULL, &wd), &e, RA_E_NULL, "out", 0);
-    refused(ra_world_run(2, NULL, NULL, &wd), &e, RA_E_NULL, "fn", 0);
-    refused(ra_world_run(3, no_rank, NULL, &wd), &e, RA_E_SHAPE, "ranks", 2);
+    refused(ra_world_create(NULL, &wd), &e, RA_E_NULL, "out", NULL);
+    refused(ra_world_run(2, NULL, NULL, &wd), &e, RA_E_NULL, "fn", NULL);
+    refused(ra_world_run(3, no_rank, NULL, &wd), &e, RA_E_SHAPE, "ranks", "2");
     wd.allocator.alloc = small_heap_alloc;
-    refused(ra_world_create(&world, &wd), &e, RA_E_NULL, "allocator.free", 0);
+    refused(ra_world_create(&world, &wd), &e, RA_E_NULL, "allocator.free", NULL);
     wd.allocator.alloc = NULL;
     wd.allocator.free = small_heap_free;
-    refused(ra_world_create(&world, &wd), &e, RA_E_NULL, "allocator.alloc", 0);
+    refused(ra_world_create(&world, &wd), &e, RA_E_NULL, "allocator.alloc", NULL);
     CHECK_EQ(ra_world_create(&world, NULL), RA_E_UNSET);
     memset(&wd, 0, sizeof wd);
     wd.ranks = 2;
@@ -899,50 +893,49 @@ TEST(world) {
 
 /* -------------------------------------------------------------------------- estimate */
 
-#define M(f) offsetof(ra_model, f)
-#define H(f) offsetof(ra_hardware, f)
+#define M(f) offsetof(ra_model, f), "model." #f
+#define M_AS(f, name) offsetof(ra_model, f), name
+#define H(f) offsetof(ra_hardware, f), "hw." #f
 static const row model_rows[] = {
-    { 0, M(layers), I64, 0, RA_E_UNSET, "model.layers" },
-    { 0, M(layers), I64, -1, RA_E_RANGE, "model.layers" },
-    { 0, M(q_heads), I64, 0, RA_E_UNSET, "model.q_heads" },
-    { 0, M(q_heads), I64, INT64_MAX, RA_E_RANGE, "model.q_heads" },
-    { 0, M(kv_heads), I64, 0, RA_E_UNSET, "model.kv_heads" },
-    { 0, M(kv_heads), I64, -2, RA_E_RANGE, "model.kv_heads" },
-    { 0, M(kv_heads), I64, 3, RA_E_SHAPE, "model.q_heads" },
-    { 0, M(head_dim), I64, 0, RA_E_UNSET, "model.head_dim" },
-    { 0, M(head_dim), I64, -1, RA_E_RANGE, "model.head_dim" },
-    { 0, M(hidden), I64, -1, RA_E_RANGE, "model.hidden" },
-    { 0, M(batch), I64, -1, RA_E_RANGE, "model.batch" },
-    { 0, M(element_bytes), I32, -1, RA_E_RANGE, "model.element_bytes" },
-    { 0, M(element_bytes), I32, 9, RA_E_RANGE, "model.element_bytes" },
-    { 0, M(causal), I32, 2, RA_E_RANGE, "model.causal" },
-    { 0, M(weight_bytes), I64, -1, RA_E_RANGE, "model.weight_bytes" },
-    { 1, H(devices), I64, 0, RA_E_UNSET, "hw.devices" },
-    { 1, H(devices), I64, -1, RA_E_RANGE, "hw.devices" },
-    { 1, H(block_tokens), I64, -1, RA_E_RANGE, "hw.block_tokens" },
+    { 0, M(layers), I64, 0, RA_E_UNSET, "1..2147483647" },
+    { 0, M(layers), I64, -1, RA_E_RANGE, "-1 is not in 1..2147483647" },
+    { 0, M(q_heads), I64, 0, RA_E_UNSET, "1..2147483647" },
+    { 0, M(q_heads), I64, INT64_MAX, RA_E_RANGE, "9223372036854775807 is not in 1..2147483647" },
+    { 0, M(kv_heads), I64, 0, RA_E_UNSET, "1..2147483647" },
+    { 0, M(kv_heads), I64, -2, RA_E_RANGE, "-2 is not in 1..2147483647" },
+    { 0, M_AS(kv_heads, "model.q_heads"), I64, 3, RA_E_SHAPE,
+      "32 is not a multiple of kv_heads, 3" },
+    { 0, M(head_dim), I64, 0, RA_E_UNSET, "1..2147483647" },
+    { 0, M(head_dim), I64, -1, RA_E_RANGE, "-1 is not in 1..2147483647" },
+    { 0, M(hidden), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483647" },
+    { 0, M(batch), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483647" },
+    { 0, M(element_bytes), I32, -1, RA_E_RANGE, "-1 is not in 0..8" },
+    { 0, M(element_bytes), I32, 9, RA_E_RANGE, "9 is not in 0..8" },
+    { 0, M(causal), I32, 2, RA_E_RANGE, "2 is not in 0..1" },
+    { 0, M(weight_bytes), I64, -1, RA_E_RANGE, "-1 is negative" },
+    { 1, H(devices), I64, 0, RA_E_UNSET, "1..2147483647" },
+    { 1, H(devices), I64, -1, RA_E_RANGE, "-1 is not in 1..2147483647" },
+    { 1, H(block_tokens), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483647" },
 };
 
 static void refuse_real(size_t at, double value, int status, const char *field) {
     ra_hardware hw;
-    ra_model m;
+    ra_model m = { 0 };
     ra_estimate_result out;
-    ra_error e;
-    memset(&m, 0, sizeof m);
-    memset(&e, 0, sizeof e);
+    ra_error e = { 0 };
     m.layers = 32;
     m.q_heads = m.kv_heads = 32;
     m.head_dim = 128;
     m.error = &e;
     CHECK_EQ(ra_hardware_preset(RA_HW_A100_IB, RA_NET_NONE, 8, &hw), RA_OK);
     memcpy((uint8_t *)&hw + at, &value, sizeof value);
-    refused(ra_estimate(&hw, &m, &out), &e, status, field, 0);
+    refused(ra_estimate(&hw, &m, &out), &e, status, field, NULL);
 }
 
 TEST(estimate) {
-    static const size_t reals[4] = { H(flops_per_s), H(memory_bytes), H(link_bytes_per_s),
-                                     H(link_latency_s) };
-    static const char *const names[4] = { "hw.flops_per_s", "hw.memory_bytes",
-                                          "hw.link_bytes_per_s", "hw.link_latency_s" };
+    static const struct { size_t at; const char *name; } reals[4] = {
+        { H(flops_per_s) }, { H(memory_bytes) }, { H(link_bytes_per_s) }, { H(link_latency_s) },
+    };
     ra_hardware hw;
     ra_model m;
     ra_estimate_result out;
@@ -959,19 +952,18 @@ TEST(estimate) {
         CHECK_EQ(ra_hardware_preset(RA_HW_A100_IB, RA_NET_NONE, 8, &hw), RA_OK);
         CHECK_EQ(ra_estimate(&hw, &m, &out), RA_OK);
         set_field(r->base ? (void *)&hw : (void *)&m, r->at, r->kind, r->value);
-        refused(ra_estimate(&hw, &m, &out), &e, r->status, r->field,
-                r->status == RA_E_RANGE ? r->value : 0);
+        refused(ra_estimate(&hw, &m, &out), &e, r->status, r->field, r->words);
     }
     for (int i = 0; i < 4; i++) {
-        refuse_real(reals[i], (double)NAN, RA_E_RANGE, names[i]);
-        refuse_real(reals[i], -1, RA_E_RANGE, names[i]);
-        refuse_real(reals[i], HUGE_VAL, RA_E_RANGE, names[i]);
-        if (i < 3) refuse_real(reals[i], 0, RA_E_UNSET, names[i]);
+        refuse_real(reals[i].at, (double)NAN, RA_E_RANGE, reals[i].name);
+        refuse_real(reals[i].at, -1, RA_E_RANGE, reals[i].name);
+        refuse_real(reals[i].at, HUGE_VAL, RA_E_RANGE, reals[i].name);
+        if (i < 3) refuse_real(reals[i].at, 0, RA_E_UNSET, reals[i].name);
     }
     memset(&m, 0, sizeof m);
     m.error = &e;
-    refused(ra_estimate(NULL, &m, &out), &e, RA_E_NULL, "hw", 0);
-    refused(ra_estimate(&hw, &m, NULL), &e, RA_E_NULL, "out", 0);
+    refused(ra_estimate(NULL, &m, &out), &e, RA_E_NULL, "hw", NULL);
+    refused(ra_estimate(&hw, &m, NULL), &e, RA_E_NULL, "out", NULL);
     CHECK_EQ(ra_estimate(&hw, NULL, &out), RA_E_NULL);
     CHECK_EQ(ra_hardware_preset(RA_HW_NONE, RA_NET_NONE, 1, NULL), RA_E_NULL);
     CHECK_EQ(ra_hardware_preset(-1, RA_NET_NONE, 1, &hw), RA_E_ENUM);
@@ -1014,15 +1006,14 @@ static ra_ring *make_base_ring(int base) {
 
 /* A refused begin leaves the ring idle and says why, also through ra_join and ra_forward. */
 static void refuse_begin(ra_ring *ring, const ra_tensors *t, int status, const char *field,
-                         int64_t value) {
+                         const char *words) {
     static uint64_t ticket = 10;
     ra_ring_counters c;
     ra_failure f;
-    ra_job job;
-    memset(&job, 0, sizeof job);
+    ra_job job = { 0 };
     job.plan = ring_plan;
     job.tensors = t;
-    refused(ra_begin(ring, &job), ra_ring_error(ring), status, field, value);
+    refused(ra_begin(ring, &job), ra_ring_error(ring), status, field, words);
     ra_ring_query(ring, &c);
     CHECK_EQ(c.state, RA_RING_IDLE);
     CHECK_EQ(ra_ring_failure(ring, &f), RA_E_STATE);
@@ -1032,38 +1023,43 @@ static void refuse_begin(ra_ring *ring, const ra_tensors *t, int status, const c
     CHECK_EQ(ra_join(ring, &job, 0), status);       /* what every thread then gets */
 }
 
-#define X(f) offsetof(ra_tensors, f)
+#define X(f) offsetof(ra_tensors, f), "t." #f
+#define X_AS(f, name) offsetof(ra_tensors, f), name
 static const row tensor_rows[] = {
-    { ONE, X(q.data), PTR, 0, RA_E_NULL, "t.q" },
-    { ONE, X(k.data), PTR, 0, RA_E_NULL, "t.k" },
-    { ONE, X(v.data), PTR, 0, RA_E_NULL, "t.v" },
-    { ONE, X(o.data), PTR, 0, RA_E_NULL, "t.o" },
-    { MLA, X(v.data), PTR, 1, RA_E_SHAPE, "t.v" },
-    { ONE, X(q.token_stride), I64, 130, RA_E_STRIDE, "t.q.token_stride" },
-    { ONE, X(q.head_stride), I64, -4, RA_E_STRIDE, "t.q.head_stride" },
-    { ONE, X(k.token_stride), I64, 3, RA_E_STRIDE, "t.k.token_stride" },
-    { ONE, X(k.head_stride), I64, INT64_MIN, RA_E_STRIDE, "t.k.head_stride" },
-    { ONE, X(v.batch_stride), I64, 1, RA_E_STRIDE, "t.v.batch_stride" },
-    { ONE, X(v.token_stride), I64, (int64_t)1 << 61, RA_E_OVERFLOW, "t.v.token_stride" },
-    { ONE, X(q.token_stride), I64, INT64_MAX - 3, RA_E_OVERFLOW, "t.q.token_stride" },
-    { ONE, X(o.token_stride), I64, INT64_MAX - 3, RA_E_OVERFLOW, "t.o.token_stride" },
-    { ONE, X(o.token_stride), I64, 126, RA_E_STRIDE, "t.o.token_stride" },
-    { ONE, X(o.token_stride), I64, 124, RA_E_STRIDE, "t.o" },
-    { ONE, X(o.head_stride), I64, 28, RA_E_STRIDE, "t.o" },
-    { ONE, X(lse.token_stride), I64, 12, RA_E_STRIDE, "t.lse" },
-    { ONE, X(lse.head_stride), I64, 2, RA_E_STRIDE, "t.lse.head_stride" },
-    { ONE, X(alibi), PTR, 1, RA_E_SHAPE, "t.alibi" },
-    { ONE, X(sinks), PTR, 1, RA_E_SHAPE, "t.sinks" },
-    { ONE, X(bias.data), PTR, 1, RA_E_SHAPE, "t.bias" },
-    { FOUR, X(q_pos.array), PTR, 1, RA_E_POSITIONS, "t.q_pos" },
-    { FOUR, X(k_pos.runs), PTR, 1, RA_E_POSITIONS, "t.k_pos" },
-    { FOUR, X(k_pos.count), I64, 5, RA_E_POSITIONS, "t.k_pos" },
-    { ARRAY, X(q_pos.array), PTR, 0, RA_E_NULL, "t.q_pos.array" },
-    { ARRAY, X(k_pos.array), PTR, 0, RA_E_NULL, "t.k_pos.array" },
-    { ARRAY, X(q_pos.count), I64, 74, RA_E_POSITIONS, "t.q_pos.count" },
-    { ARRAY, X(k_pos.count), I64, 76, RA_E_POSITIONS, "t.k_pos.count" },
-    { ARRAY, X(q_pos.batch_step), I64, -3, RA_E_STRIDE, "t.q_pos.batch_step" },
-    { ARRAY, X(k_pos.batch_step), I64, INT64_MAX, RA_E_OVERFLOW, "t.k_pos.batch_step" },
+    { ONE, X_AS(q.data, "t.q"), PTR, 0, RA_E_NULL, "required" },
+    { ONE, X_AS(k.data, "t.k"), PTR, 0, RA_E_NULL, "required" },
+    { ONE, X_AS(v.data, "t.v"), PTR, 0, RA_E_NULL, "required" },
+    { ONE, X_AS(o.data, "t.o"), PTR, 0, RA_E_NULL, "required" },
+    { MLA, X_AS(v.data, "t.v"), PTR, 1, RA_E_SHAPE, "must be {0} because v_in_k is 1" },
+    { ONE, X(q.token_stride), I64, 130, RA_E_STRIDE, "130 is negative or not a multiple of 4" },
+    { ONE, X(q.head_stride), I64, -4, RA_E_STRIDE, "-4 is negative or not a multiple of 4" },
+    { ONE, X(k.token_stride), I64, 3, RA_E_STRIDE, "3 is negative or not a multiple of 4" },
+    { ONE, X(k.head_stride), I64, INT64_MIN, RA_E_STRIDE,
+      "-9223372036854775808 is negative or not a multiple of 4" },
+    { ONE, X(v.batch_stride), I64, 1, RA_E_STRIDE, "1 is negative or not a multiple of 4" },
+    { ONE, X(v.token_stride), I64, (int64_t)1 << 61, RA_E_OVERFLOW,
+      "2305843009213693952 bytes times 300 overflow" },
+    { ONE, X(q.token_stride), I64, INT64_MAX - 3, RA_E_OVERFLOW,
+      "9223372036854775804 bytes times 300 overflow" },
+    { ONE, X(o.token_stride), I64, INT64_MAX - 3, RA_E_OVERFLOW,
+      "9223372036854775804 bytes times 300 overflow" },
+    { ONE, X(o.token_stride), I64, 126, RA_E_STRIDE, "126 is negative or not a multiple of 4" },
+    { ONE, X_AS(o.token_stride, "t.o"), I64, 124, RA_E_STRIDE, "at least 128 bytes" },
+    { ONE, X_AS(o.head_stride, "t.o"), I64, 28, RA_E_STRIDE, "at least 32 bytes" },
+    { ONE, X_AS(lse.token_stride, "t.lse"), I64, 12, RA_E_STRIDE, "at least 16 bytes" },
+    { ONE, X(lse.head_stride), I64, 2, RA_E_STRIDE, "2 is negative or not a multiple of 4" },
+    { ONE, X(alibi), PTR, 1, RA_E_SHAPE, "scores has RA_SCORE_ALIBI" },
+    { ONE, X(sinks), PTR, 1, RA_E_SHAPE, "scores has RA_SCORE_SINKS" },
+    { ONE, X_AS(bias.data, "t.bias"), PTR, 1, RA_E_SHAPE, "scores has RA_SCORE_BIAS" },
+    { FOUR, X_AS(q_pos.array, "t.q_pos"), PTR, 1, RA_E_POSITIONS, "must be {0}: layout.kind is 1" },
+    { FOUR, X_AS(k_pos.runs, "t.k_pos"), PTR, 1, RA_E_POSITIONS, "must be {0}: layout.kind is 1" },
+    { FOUR, X_AS(k_pos.count, "t.k_pos"), I64, 5, RA_E_POSITIONS, "must be {0}: layout.kind is 1" },
+    { ARRAY, X(q_pos.array), PTR, 0, RA_E_NULL, "required" },
+    { ARRAY, X(k_pos.array), PTR, 0, RA_E_NULL, "required" },
+    { ARRAY, X(q_pos.count), I64, 74, RA_E_POSITIONS, "74 is not 75, the number of rows" },
+    { ARRAY, X(k_pos.count), I64, 76, RA_E_POSITIONS, "76 is not 75, the number of rows" },
+    { ARRAY, X(q_pos.batch_step), I64, -3, RA_E_STRIDE, "-3 is negative" },
+    { ARRAY, X(k_pos.batch_step), I64, INT64_MAX, RA_E_OVERFLOW, "9223372036854775807 overflows" },
 };
 
 TEST(tensors) {
@@ -1074,12 +1070,10 @@ TEST(tensors) {
         for (size_t i = 0; i < sizeof tensor_rows / sizeof tensor_rows[0]; i++) {
             const row *r = &tensor_rows[i];
             if (r->base != base) continue;
-            snprintf(h_run.context, sizeof h_run.context, "row %d: %s = %lld", (int)i, r->field,
-                     (long long)r->value);
+            h_context("row %d: %s = %lld", (int)i, r->field, (long long)r->value);
             base_tensors(&t, base);
             set_field(&t, r->at, r->kind, r->value);
-            refuse_begin(ring, &t, r->status, r->field,
-                         r->kind != I64 ? 0 : base == FOUR ? RA_LAYOUT_CONTIGUOUS : r->value);
+            refuse_begin(ring, &t, r->status, r->field, r->words);
         }
         CHECK_EQ(ra_ring_destroy(ring), RA_OK);
         ra_plan_destroy(ring_plan);
@@ -1087,57 +1081,61 @@ TEST(tensors) {
 }
 
 TEST(tensor_alignment) {
-    static const char *const names[5] = { "t.q", "t.k", "t.v", "t.o", "t.lse" };
+    static const struct { size_t at; const char *field; int off; } cases[5] = {
+        { X_AS(q.data, "t.q"), 1 }, { X_AS(k.data, "t.k"), 2 }, { X_AS(v.data, "t.v"), 3 },
+        { X_AS(o.data, "t.o"), 2 }, { X_AS(lse.data, "t.lse"), 1 },
+    };
     ra_ring *ring = make_base_ring(ONE);
     scope = IN_TENSORS;
     for (int i = 0; i < 5; i++) {
         ra_tensors t;
+        uint8_t *data = pool + cases[i].off;
         base_tensors(&t, ONE);
-        if (i == 0) t.q.data = pool + 1;
-        if (i == 1) t.k.data = pool + 2;
-        if (i == 2) t.v.data = pool + 3;
-        if (i == 3) t.o.data = out_pool + 2;
-        if (i == 4) t.lse.data = out_pool + 1;
-        refuse_begin(ring, &t, RA_E_ALIGN, names[i], 0);
+        memcpy((uint8_t *)&t + cases[i].at, &data, sizeof data);
+        refuse_begin(ring, &t, RA_E_ALIGN, cases[i].field, "aligned to 4 bytes");
     }
     CHECK_EQ(ra_ring_destroy(ring), RA_OK);
     ra_plan_destroy(ring_plan);
 }
 
 TEST(tensor_scores) {
+    static const row rows_of[] = {
+        { ONE, X(alibi), PTR, 0, RA_E_NULL, "RA_SCORE_ALIBI" },
+        { ONE, X(sinks), PTR, 0, RA_E_NULL, "RA_SCORE_SINKS" },
+        { ONE, X_AS(bias.data, "t.bias"), PTR, 0, RA_E_NULL, "RA_SCORE_BIAS" },
+        { ONE, X(bias.keys), I64, 0, RA_E_RANGE, "0 is not positive" },
+        { ONE, X(bias.keys), I64, -1, RA_E_RANGE, "-1 is not positive" },
+        { ONE, X_AS(bias.batch_step, "t.bias"), I64, 6, RA_E_STRIDE, "step 6 is negative or not" },
+        { ONE, X_AS(bias.head_step, "t.bias"), I64, 7, RA_E_STRIDE, "step 7 is negative or not" },
+        { ONE, X_AS(bias.row_step, "t.bias"), I64, -8, RA_E_STRIDE, "step -8 is negative or not" },
+        { ONE, X_AS(bias.key_step, "t.bias"), I64, 9, RA_E_STRIDE, "not a multiple of 4" },
+        { ONE, X_AS(bias.batch_step, "t.bias"), I64, INT64_MAX - 3, RA_E_OVERFLOW,
+          "overflows 62 bits" },
+        { ONE, X_AS(bias.head_step, "t.bias"), I64, INT64_MAX - 3, RA_E_OVERFLOW,
+          "overflows 62 bits" },
+        { ONE, X_AS(bias.row_step, "t.bias"), I64, INT64_MAX - 3, RA_E_OVERFLOW,
+          "overflows 62 bits" },
+        { ONE, X_AS(bias.key_step, "t.bias"), I64, INT64_MAX - 3, RA_E_OVERFLOW,
+          "overflows 62 bits" },
+    };
     ra_desc d;
     ra_ring *ring = NULL;
-    ra_tensors t;
-    ra_plan *plan = NULL;
     scope = IN_TENSORS;
     base_desc(&d, ONE);
     d.scores = RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS;
-    CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
-    CHECK_EQ(ra_ring_create(&ring, plan, NULL, NULL), RA_OK);
-    ring_plan = plan;
-    for (int i = 0; i < 13; i++) {
-        int64_t *stride[4];
+    CHECK_EQ(ra_plan_create(&ring_plan, &d, NULL), RA_OK);
+    CHECK_EQ(ra_ring_create(&ring, ring_plan, NULL, NULL), RA_OK);
+    for (size_t i = 0; i < sizeof rows_of / sizeof rows_of[0]; i++) {
+        const row *r = &rows_of[i];
+        ra_tensors t;
         base_tensors(&t, ONE);
         t.alibi = t.sinks = t.bias.data = (const float *)(void *)pool;
         t.bias.keys = 300;
-        stride[0] = &t.bias.batch_step; stride[1] = &t.bias.head_step;
-        stride[2] = &t.bias.row_step; stride[3] = &t.bias.key_step;
-        if (i == 0) { t.alibi = NULL; refuse_begin(ring, &t, RA_E_NULL, "t.alibi", 0); }
-        if (i == 1) { t.sinks = NULL; refuse_begin(ring, &t, RA_E_NULL, "t.sinks", 0); }
-        if (i == 2) { t.bias.data = NULL; refuse_begin(ring, &t, RA_E_NULL, "t.bias", 0); }
-        if (i == 3) { t.bias.keys = 0; refuse_begin(ring, &t, RA_E_RANGE, "t.bias.keys", 0); }
-        if (i == 4) { t.bias.keys = -1; refuse_begin(ring, &t, RA_E_RANGE, "t.bias.keys", -1); }
-        if (i > 8) {                   /* even one step of it has no address */
-            *stride[i - 9] = INT64_MAX - 3;
-            refuse_begin(ring, &t, RA_E_OVERFLOW, "t.bias", INT64_MAX - 3);
-        } else if (i > 4) {
-            *stride[i - 5] = i + 1;
-            if ((i + 1) % 4 == 0) *stride[i - 5] = -8;
-            refuse_begin(ring, &t, RA_E_STRIDE, "t.bias", *stride[i - 5]);
-        }
+        set_field(&t, r->at, r->kind, r->value);
+        refuse_begin(ring, &t, r->status, r->field, r->words);
     }
     CHECK_EQ(ra_ring_destroy(ring), RA_OK);
-    ra_plan_destroy(plan);
+    ra_plan_destroy(ring_plan);
 }
 
 /* Positions known to their owner alone, against mask and range. */
@@ -1159,14 +1157,14 @@ TEST(tensor_positions) {
     base_tensors(&t, ARRAY);
     t.q_pos.array = cells;
     cells[74] = 300;
-    refuse_begin(ring, &t, RA_E_POSITIONS, "t.q_pos.array", 300);
+    refuse_begin(ring, &t, RA_E_POSITIONS, "t.q_pos.array", "300");
     cells[74] = -2;
-    refuse_begin(ring, &t, RA_E_RANGE, "t.q_pos.array", -2);
+    refuse_begin(ring, &t, RA_E_RANGE, "t.q_pos.array", "-2");
     t.q_pos.array = ints;
     t.k_pos.array = cells;
-    refuse_begin(ring, &t, RA_E_RANGE, "t.k_pos.array", -2);
+    refuse_begin(ring, &t, RA_E_RANGE, "t.k_pos.array", "-2");
     cells[74] = RA_MAX_POSITION;
-    refuse_begin(ring, &t, RA_E_RANGE, "t.k_pos.array", RA_MAX_POSITION);
+    refuse_begin(ring, &t, RA_E_RANGE, "t.k_pos.array", number(RA_MAX_POSITION));
     CHECK_EQ(ra_ring_destroy(ring), RA_OK);
     ra_plan_destroy(ring_plan);
 }
@@ -1180,37 +1178,37 @@ TEST(jobs) {
     ra_tensors t;
     ra_failure f;
     ra_desc d;
-    ra_job job;
+    ra_job job = { 0 };
     scope = IN_JOB;
     CHECK(e != NULL && e->status == RA_OK);
     base_tensors(&t, ONE);
-    memset(&job, 0, sizeof job);
     job.tensors = &t;
-    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_NULL, "job.plan", 0);
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_NULL, "job.plan", NULL);
     job.plan = ring_plan;
     job.tensors = NULL;
-    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_NULL, "job.tensors", 0);
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_NULL, "job.tensors", NULL);
     job.tensors = &t;
     job.deadline_ns = -9;
-    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_RANGE, "job.deadline_ns", -9);
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_RANGE, "job.deadline_ns", "-9");
     job.deadline_ns = 0;
     job.ticket = 23;
-    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_SHAPE, "job.ticket", 23);
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_SHAPE, "job.ticket", "23");
     job.ticket = 0;
     CHECK_EQ(ra_join(ring, &job, 0), RA_E_RANGE);   /* ticket 0 */
     CHECK_EQ(ra_join(ring, NULL, 0), RA_E_NULL);
     job.ticket = 1;
     CHECK_EQ(ra_join(ring, &job, -1), RA_E_RANGE);
     job.ticket = 0;
-    refused(ra_begin(ring, NULL), ra_ring_error(ring), RA_E_NULL, "job", 0);
+    refused(ra_begin(ring, NULL), ra_ring_error(ring), RA_E_NULL, "job", NULL);
     job.plan = other;
-    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_SHAPE, "job.plan", 0);
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_SHAPE, "job.plan", NULL);
     base_desc(&d, ONE);
     d.tokens = 3000;
     d.q_heads = 64;
     CHECK_EQ(ra_plan_create(&large, &d, NULL), RA_OK);
     job.plan = large;
-    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_WORKSPACE, "ring.workspace_bytes", 0);
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_WORKSPACE, "ring.workspace_bytes",
+            "less than the");
     CHECK_EQ(ra_begin(NULL, &job), RA_E_NULL);
     CHECK_EQ(ra_join(NULL, &job, 0), RA_E_NULL);
     CHECK_EQ(ra_step(NULL, 0), RA_E_NULL);
@@ -1234,19 +1232,18 @@ TEST(order_of_calls) {
     ra_ring *ring = make_base_ring(ONE);
     ra_ring_counters c;
     ra_tensors t;
-    ra_job job;
+    ra_job job = { 0 };
     ra_status s = RA_AGAIN;
     scope = IN_JOB;
     base_tensors(&t, ONE);
     memset(pool, 0, POOL);
-    memset(&job, 0, sizeof job);
     job.plan = ring_plan;
     job.tensors = &t;
-    refused(ra_step(ring, 0), ra_ring_error(ring), RA_E_STATE, "ring.pass", 0);
+    refused(ra_step(ring, 0), ra_ring_error(ring), RA_E_STATE, "ring.pass", NULL);
     CHECK_EQ(ra_begin(ring, &job), RA_OK);
-    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_BUSY, "ring", 0);
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_BUSY, "ring", NULL);
     CHECK_EQ(ra_forward(ring_plan, ring, &t, RA_NO_DEADLINE), RA_E_BUSY);
-    refused(ra_step(ring, -1), ra_ring_error(ring), RA_E_RANGE, "ith", -1);
+    refused(ra_step(ring, -1), ra_ring_error(ring), RA_E_RANGE, "ith", "-1");
     CHECK_EQ(ra_step(ring, 1), RA_WAIT);            /* one more than the plan has memory for */
     ra_ring_query(ring, &c);
     CHECK_EQ(c.state, RA_RING_RUNNING);
@@ -1268,19 +1265,18 @@ TEST(failed_ring) {
     ra_transport net;
     ra_tensors t;
     ra_failure f;
-    ra_job job;
+    ra_job job = { 0 };
     scope = IN_JOB;
     base_transport(&net, 2);
     net.caps = RA_CAP_ANY_THREAD;      /* its post returns RA_E_IO, its quiesce RA_OK */
     base_tensors(&t, FOUR);
-    memset(&job, 0, sizeof job);
     job.plan = plan;
     job.tensors = &t;
     CHECK_EQ(ra_ring_create(&ring, plan, &net, NULL), RA_OK);
     CHECK_EQ(ra_forward(plan, ring, &t, RA_NO_DEADLINE), RA_E_IO);
     CHECK_EQ(ra_ring_failure(ring, &f), RA_OK);
     CHECK(f.status == RA_E_IO && f.code == RA_E_IO && f.rank == 0 && f.pass == 1 && f.text[0]);
-    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_IO, "ring", 1);
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_IO, "ring", "1");
     CHECK_EQ(ra_ring_destroy(ring), RA_OK);
     ra_plan_destroy(plan);
 }
@@ -1290,11 +1286,10 @@ TEST(failed_ring) {
 TEST(attention) {
     ra_desc d, vast;
     ra_tensors t;
-    ra_error e;
+    ra_error e = { 0 };
     size_t n;
     uint8_t *ws;
     scope = IN_ATTENTION;
-    memset(&e, 0, sizeof e);
     memset(pool, 0, POOL);
     base_desc(&d, ONE);
     base_tensors(&t, ONE);
@@ -1314,21 +1309,22 @@ TEST(attention) {
     refused(e.status, &e, RA_E_OVERFLOW, "nth", 4096);
     CHECK_EQ(ra_attention(&d, &t, ws, n, 0, 2), RA_OK);
     CHECK_EQ(ra_attention(&d, &t, ws, n, 1, 2), RA_OK);
-    refused(ra_attention(&d, &t, ws, n - 65, 0, 2), &e, RA_E_WORKSPACE, "workspace", (int64_t)n);
+    refused(ra_attention(&d, &t, ws, n - 65, 0, 2), &e, RA_E_WORKSPACE, "workspace",
+            number((int64_t)n));
     refused(ra_attention(&d, &t, ws + 1, n - 2, 0, 2), &e, RA_E_WORKSPACE, "workspace",
-            (int64_t)n);
-    refused(ra_attention(&d, &t, NULL, n, 0, 2), &e, RA_E_NULL, "workspace", 0);
-    refused(ra_attention(&d, NULL, ws, n, 0, 2), &e, RA_E_NULL, "t", 0);
-    refused(ra_attention(&d, &t, ws, n, 2, 2), &e, RA_E_RANGE, "ith", 2);
-    refused(ra_attention(&d, &t, ws, n, -1, 2), &e, RA_E_RANGE, "ith", -1);
-    refused(ra_attention(&d, &t, ws, n, 0, 0), &e, RA_E_RANGE, "nth", 0);
+            number((int64_t)n));
+    refused(ra_attention(&d, &t, NULL, n, 0, 2), &e, RA_E_NULL, "workspace", NULL);
+    refused(ra_attention(&d, NULL, ws, n, 0, 2), &e, RA_E_NULL, "t", NULL);
+    refused(ra_attention(&d, &t, ws, n, 2, 2), &e, RA_E_RANGE, "ith", "2");
+    refused(ra_attention(&d, &t, ws, n, -1, 2), &e, RA_E_RANGE, "ith", "-1");
+    refused(ra_attention(&d, &t, ws, n, 0, 0), &e, RA_E_RANGE, "nth", NULL);
     CHECK_EQ(ra_attention(NULL, &t, ws, n, 0, 2), RA_E_NULL);
     t.q.data = NULL;
-    refused(ra_attention(&d, &t, ws, n, 0, 2), &e, RA_E_NULL, "t.q", 0);
+    refused(ra_attention(&d, &t, ws, n, 0, 2), &e, RA_E_NULL, "t.q", NULL);
     base_tensors(&t, ONE);
     d.ranks = 4;
     d.layout.kind = RA_LAYOUT_CONTIGUOUS;
-    refused(ra_attention(&d, &t, ws, n, 0, 2), &e, RA_E_SHAPE, "ranks", 4);
+    refused(ra_attention(&d, &t, ws, n, 0, 2), &e, RA_E_SHAPE, "ranks", "4");
     CHECK_EQ((int64_t)ra_attention_bytes(&d, 2), 0);
     base_desc(&d, ONE);
     d.error = &e;
@@ -1337,11 +1333,11 @@ TEST(attention) {
     d.layout.q_run_count = counts;
     runs[0].count = 300;
     refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_UNSUPPORTED, "layout.kind",
-            RA_LAYOUT_RUNS);
+            number(RA_LAYOUT_RUNS));
     base_desc(&d, ONE);
     d.error = &e;
     d.k_dim = d.v_dim = 1000;
-    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_WORKSPACE, "k_dim", 1000);
+    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_WORKSPACE, "k_dim", "1000");
     free(ws);
 }
 
@@ -1349,19 +1345,18 @@ TEST(attention) {
 TEST(attention_lengths) {
     ra_desc d;
     ra_tensors t;
-    ra_error e;
+    ra_error e = { 0 };
     size_t n;
     uint8_t *ws;
     base_desc(&d, ONE);
     base_tensors(&t, ONE);
-    memset(&e, 0, sizeof e);
     d.error = &e;
     d.sequences = 2;
     d.tokens_of = lengths;
     n = ra_attention_bytes(&d, 1);
     CHECK(n > 0);
     ws = (uint8_t *)small_memory(n);
-    snprintf(h_run.context, sizeof h_run.context, "%s: %s", e.field, e.text);
+    h_context("%s: %s", e.field, e.text);
     CHECK_EQ(ra_attention(&d, &t, ws, n, 0, 1), RA_OK);
     free(ws);
 }
@@ -1372,11 +1367,10 @@ TEST(attention_positions) {
     ra_positions *of[2];
     ra_desc d;
     ra_tensors t;
-    ra_error e;
+    ra_error e = { 0 };
     size_t n;
     uint8_t *ws;
     scope = IN_ATTENTION;
-    memset(&e, 0, sizeof e);
     base_desc(&d, ONE);
     d.error = &e;
     n = ra_attention_bytes(&d, 1);
@@ -1396,38 +1390,38 @@ TEST(attention_positions) {
         p->count = 300;
         CHECK_EQ(ra_attention(&d, &t, ws, n, 0, 1), RA_OK);
         p->count = 299;
-        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_POSITIONS, count_field, 299);
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_POSITIONS, count_field, "299");
         p->count = 300;
         cells[7] = -2;
-        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_RANGE, array_field, -2);
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_RANGE, array_field, "-2");
         cells[7] = -1;
         CHECK_EQ(ra_attention(&d, &t, ws, n, 0, 1), RA_OK);
         p->runs = list;
-        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_SHAPE, runs_field, 0);
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_SHAPE, runs_field, NULL);
         p->array = NULL;
         p->count = 2;
         list[0].first = 0; list[0].count = 150; list[0].stride = 0;
         list[1].first = 1000; list[1].count = 150; list[1].stride = 3;
         CHECK_EQ(ra_attention(&d, &t, ws, n, 0, 1), RA_OK);
         list[1].count = 151;
-        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_POSITIONS, runs_field, 301);
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_POSITIONS, runs_field, "301");
         list[1].count = 150;
         list[1].stride = INT64_MAX;
-        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_RANGE, runs_field, 1);
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_RANGE, runs_field, "1");
         list[1].stride = 1;
         list[1].first = INT64_MAX;
-        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_RANGE, runs_field, 1);
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_RANGE, runs_field, "1");
         list[1].first = -1;
-        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_RANGE, runs_field, 1);
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_RANGE, runs_field, "1");
         list[1].first = 1000;
         p->batch_step = 16;
-        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_SHAPE, step_field, 16);
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_SHAPE, step_field, "16");
         p->batch_step = 0;
         p->count = -1;
-        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_RANGE, count_field, -1);
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_RANGE, count_field, "-1");
         p->count = 2;
         p->runs = NULL;
-        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_NULL, runs_field, 2);
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_NULL, runs_field, "2");
     }
     free(ws);
 }
@@ -1455,8 +1449,7 @@ TEST(attention_simple) {
         memcpy(a, good, sizeof a);
         a[bad[i].at] = bad[i].value;
         s = simple(a, 0);
-        snprintf(h_run.context, sizeof h_run.context, "argument %d = %d: %s", bad[i].at,
-                 bad[i].value, ra_status_text(s));
+        h_context("argument %d = %d: %s", bad[i].at, bad[i].value, ra_status_text(s));
         CHECK(s == bad[i].status || (bad[i].value == 0 && s == RA_E_UNSET) ||
               (bad[i].status == RA_E_OVERFLOW && s == RA_E_RANGE));
     }
@@ -1471,12 +1464,11 @@ TEST(states) {
     ra_desc d;
     ra_tensors t;
     ra_state s, bad;
-    ra_error e;
+    ra_error e = { 0 };
     size_t n;
     float *room = (float *)(void *)out_pool;
     uint8_t *ws;
     scope = IN_STATE;
-    memset(&e, 0, sizeof e);
     base_desc(&d, ONE);
     base_tensors(&t, ONE);
     d.error = &e;
@@ -1505,11 +1497,13 @@ TEST(states) {
     CHECK_EQ(ra_fold(&d, &s, NULL, ws, n), RA_E_NULL);
     CHECK_EQ(ra_state_merge(&d, NULL, &s), RA_E_NULL);
     CHECK_EQ(ra_state_finish(&d, &s, NULL), RA_E_NULL);
-    refused(ra_fold(&d, &s, &t, ws, n - 65), &e, RA_E_WORKSPACE, "workspace", (int64_t)n);
-    refused(ra_fold(&d, &s, &t, ws + 1, n - 2), &e, RA_E_WORKSPACE, "workspace", (int64_t)n);
+    refused(ra_fold(&d, &s, &t, ws, n - 65), &e, RA_E_WORKSPACE, "workspace",
+            number((int64_t)n));
+    refused(ra_fold(&d, &s, &t, ws + 1, n - 2), &e, RA_E_WORKSPACE, "workspace",
+            number((int64_t)n));
     CHECK_EQ(ra_fold(&d, &s, &t, NULL, 0), RA_OK);     /* one thread, short rows: the stack */
     t.o.data = NULL;
-    refused(ra_state_finish(&d, &s, &t), &e, RA_E_NULL, "t.o", 0);
+    refused(ra_state_finish(&d, &s, &t), &e, RA_E_NULL, "t.o", NULL);
     d.k_dim = 0;
     CHECK_EQ(ra_state_clear(&d, &s), RA_E_UNSET);
     CHECK_EQ(ra_state_merge(&d, &s, &s), RA_E_UNSET);
@@ -1522,14 +1516,12 @@ static int64_t plan_refusals, ring_refusals, world_refusals;
 
 static void fail_plan(int base) {
     for (int64_t n = 1; ; n++) {
-        small_heap heap;
+        small_heap heap = { 0 };
         ra_allocator a = small_heap_allocator(&heap);
         ra_plan *plan = NULL;
-        ra_error e;
+        ra_error e = { 0 };
         ra_desc d;
         ra_status s;
-        memset(&heap, 0, sizeof heap);
-        memset(&e, 0, sizeof e);
         heap.fail_at = n;
         base_desc(&d, base);
         d.error = &e;
@@ -1555,15 +1547,12 @@ static void fail_ring(int base, int own_workspace) {
     CHECK_EQ(ra_plan_query(plan, 0, &rep), RA_OK);
     room = (uint8_t *)small_memory((size_t)rep.workspace_bytes);
     for (int64_t n = 1; n < 50; n++) {
-        small_heap heap;
-        ra_ring_desc rd;
+        small_heap heap = { 0 };
+        ra_ring_desc rd = { 0 };
         ra_ring *ring = NULL;
         ra_transport t;
-        ra_error e;
+        ra_error e = { 0 };
         ra_status s;
-        memset(&heap, 0, sizeof heap);
-        memset(&rd, 0, sizeof rd);
-        memset(&e, 0, sizeof e);
         rd.allocator = small_heap_allocator(&heap);
         rd.error = &e;
         if (own_workspace) {
@@ -1597,14 +1586,11 @@ TEST(allocations) {
     }
     for (int run = 0; run < 2; run++) {
         for (int64_t n = 1; n < 50; n++) {
-            small_heap heap;
-            ra_world_desc wd;
+            small_heap heap = { 0 };
+            ra_world_desc wd = { 0 };
             ra_world *world = NULL;
-            ra_error e;
+            ra_error e = { 0 };
             ra_status s;
-            memset(&heap, 0, sizeof heap);
-            memset(&wd, 0, sizeof wd);
-            memset(&e, 0, sizeof e);
             heap.fail_at = n;
             wd.ranks = 3;
             wd.allocator = small_heap_allocator(&heap);
@@ -1626,13 +1612,11 @@ TEST(allocations) {
 /* Nothing allocates between the making of a ring and its end. */
 TEST(no_allocation_in_a_pass) {
     ra_plan *plan = plan_of(ONE, 0);
-    small_heap heap;
-    ra_ring_desc rd;
+    small_heap heap = { 0 };
+    ra_ring_desc rd = { 0 };
     ra_ring *ring = NULL;
     ra_tensors t;
     int64_t calls;
-    memset(&heap, 0, sizeof heap);
-    memset(&rd, 0, sizeof rd);
     memset(pool, 0, POOL);
     rd.allocator = small_heap_allocator(&heap);
     CHECK_EQ(ra_ring_create(&ring, plan, NULL, &rd), RA_OK);
@@ -1844,13 +1828,11 @@ static void random_transport(ra_transport *t) {
 }
 
 static void random_ring(const ra_plan *plan, small_heap *heap, int64_t *made) {
-    ra_ring_desc rd;
+    ra_ring_desc rd = { 0 };
     ra_transport t;
     ra_ring *ring = NULL;
     ra_status s;
-    ra_error e;
-    memset(&rd, 0, sizeof rd);
-    memset(&e, 0, sizeof e);
+    ra_error e = { 0 };
     random_transport(&t);
     rd.allocator = small_heap_allocator(heap);
     rd.error = &e;
@@ -1877,18 +1859,17 @@ TEST(random_bytes) {
         ra_desc d, out;
         ra_plan *plan = NULL;
         ra_error e[2];
-        small_heap heap;
+        small_heap heap = { 0 };
         ra_allocator a;
         ra_status s;
         if (!h_case(i)) continue;
         rng = h_case_rng(i);
         small_seed(rng.state);
         memset(e, 0, sizeof e);
-        memset(&heap, 0, sizeof heap);
         a = small_heap_allocator(&heap);
         random_desc(&d);
-        snprintf(h_run.context, sizeof h_run.context, "B %d P %d T %lld mask %d layout %d",
-                 d.sequences, d.ranks, (long long)d.tokens, d.mask.kind, d.layout.kind);
+        h_context("B %d P %d T %lld mask %d layout %d", d.sequences, d.ranks, (long long)d.tokens,
+                  d.mask.kind, d.layout.kind);
         d.error = &e[0];
         s = ra_desc_resolve(&d, &out);
         CHECK(s <= RA_OK && s > RA_E_MISMATCH);
@@ -1920,32 +1901,26 @@ TEST(random_bytes) {
 TEST(strides_together) {
     static float q[4096], o[4096];
     ra_error e;
-    ra_desc d;
-    ra_tensors t;
-    memset(&d, 0, sizeof d);
-    memset(&t, 0, sizeof t);
+    ra_desc d = ra_desc_make(2, 2, 16, RA_F32, RA_MASK_NONE);
+    ra_tensors t = { 0 };
     d.sequences = 2;
     d.tokens = 2;
-    d.q_heads = d.kv_heads = 2;
-    d.k_dim = d.v_dim = 16;
-    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
-    d.mask.kind = RA_MASK_NONE;
     d.error = &e;
     t.q.data = t.k.data = t.v.data = q;
     t.o.data = o;
     scope = IN_ATTENTION;
     CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
     t.o.head_stride = 64; t.o.token_stride = 128; t.o.batch_stride = 192;
-    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_STRIDE, "t.o", 192);
+    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_STRIDE, "t.o", "192");
     t.o.batch_stride = 256;
     CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
     t.k.token_stride = 32;             /* elements of two heads */
-    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_STRIDE, "t.k.token_stride", 32);
+    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_STRIDE, "t.k.token_stride", "32");
     t.k.token_stride = 0;
     t.o.data = q;
-    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_SHAPE, "t.o", 0);
+    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_SHAPE, "t.o", NULL);
     t.o.data = q + 1;                  /* not the first element */
-    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_SHAPE, "t.o", 0);
+    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_SHAPE, "t.o", NULL);
 }
 
 /* A thread that brings a ticket late learns how that pass ended, not how a later one did. */
@@ -1953,19 +1928,12 @@ TEST(late_tickets) {
     static float q[64 * 16], o[64 * 16];
     ra_plan *plan = NULL;
     ra_ring *ring = NULL;
-    ra_tensors good, bad;
+    ra_tensors good = { 0 }, bad;
     ra_status s;
-    ra_job job;
-    ra_desc d;
-    memset(&d, 0, sizeof d);
-    memset(&good, 0, sizeof good);
-    memset(&job, 0, sizeof job);
+    ra_job job = { 0 };
+    ra_desc d = ra_desc_make(1, 1, 16, RA_F32, RA_MASK_CAUSAL);
     d.tokens = 64;
     d.threads = 2;
-    d.q_heads = d.kv_heads = 1;
-    d.k_dim = d.v_dim = 16;
-    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
-    d.mask.kind = RA_MASK_CAUSAL;
     good.q.data = good.k.data = good.v.data = q;
     good.o.data = o;
     bad = good;
@@ -2014,7 +1982,7 @@ TEST(every_refusal) {
             known |= statuses[k] == all[i];
         for (size_t k = 0; k < sizeof failures / sizeof failures[0]; k++)
             known |= failures[k] == all[i];
-        snprintf(h_run.context, sizeof h_run.context, "status %d: %s", all[i], text);
+        h_context("status %d: %s", all[i], text);
         CHECK(known);
         for (size_t k = 0; k < i; k++) CHECK(strcmp(text, ra_status_text(all[k])) != 0);
     }
@@ -2022,7 +1990,7 @@ TEST(every_refusal) {
     CHECK_EQ(ra_version(), RINGATTN_VERSION);
     if (h_run.filter[0] || h_run.only_case >= 0) return;
     for (size_t i = 0; i < sizeof statuses / sizeof statuses[0]; i++) {
-        snprintf(h_run.context, sizeof h_run.context, "%s", ra_status_text(statuses[i]));
+        h_context("%s", ra_status_text(statuses[i]));
         CHECK(produced[-statuses[i]] != 0);
     }
     printf("%d pairs of status and field\n", refusal_count);
