@@ -308,8 +308,7 @@ static data data_make(const row *r) {
 }
 
 static ra_desc desc_make(const row *r) {
-    ra_desc d;
-    memset(&d, 0, sizeof d);
+    ra_desc d = { 0 };
     d.tokens = r->tokens;
     d.kv_tokens = r->kv_tokens;
     d.q_offset = r->mask == RA_MASK_CAUSAL ? r->kv_tokens - r->tokens : 0;
@@ -477,10 +476,9 @@ static int64_t rows_of(const ra_plan *plan, int rank) {
 
 static void ring_make(const row *r, const data *x, ring_load *l) {
     const int64_t bytes = row_bytes(r->dtype, r->dim);
-    ra_world_desc wd;
+    ra_world_desc wd = { 0 };
     int64_t first = 0;
     memset(l, 0, sizeof *l);
-    memset(&wd, 0, sizeof wd);
     wd.ranks = l->ranks = r->ranks;
     wd.error = &l->error;
     l->status = ra_world_create(&l->world, &wd);
@@ -513,8 +511,7 @@ static void ring_part(void *ctx, int ith, int nth) {
     (void)nth;
     const int rank = ith % l->ranks;
     ra_status s = RA_AGAIN;
-    ra_job job;
-    memset(&job, 0, sizeof job);
+    ra_job job = { 0 };
     job.ticket = ++l->pass[ith];
     job.plan = l->plan[rank];
     job.tensors = &l->t[rank];
@@ -542,9 +539,8 @@ typedef struct cache_load {
 } cache_load;
 
 static void cache_make(const row *r, const data *x, const ra_cache_desc *cd, cache_load *l) {
-    ra_world_desc wd;
+    ra_world_desc wd = { 0 };
     memset(l, 0, sizeof *l);
-    memset(&wd, 0, sizeof wd);
     wd.ranks = l->ranks = r->ranks;
     wd.error = &l->error;
     l->calls = 1;
@@ -582,8 +578,7 @@ static void cache_free(cache_load *l) {
 static void cache_part(void *ctx, int ith, int nth) {
     cache_load *l = (cache_load *)ctx;
     const int rank = ith % l->ranks;
-    ra_infer_job job;
-    memset(&job, 0, sizeof job);
+    ra_infer_job job = { 0 };
     job.tensors = &l->t[rank];
     job.cached = l->cached;
     job.fresh = l->fresh;
@@ -826,8 +821,7 @@ static void make_ring(const row *r, const data *x, trial *t) {
 /* One rank is timed with as many threads as all ranks of the cache together. */
 static void make_cache(const row *r, const data *x, trial *t) {
     const int decode = r->kind == CACHE;
-    ra_cache_desc cd;
-    memset(&cd, 0, sizeof cd);
+    ra_cache_desc cd = { 0 };
     if (decode) cd.queries = RA_QUERIES_ALL;
     load_make(r, x, &t->l);
     cache_make(r, x, &cd, &t->cache);
@@ -908,8 +902,7 @@ static void run_row(const row *r, result *out) {
 /* ---------------------------------------------------------------------------- the list */
 static row row_make(int32_t kind, int32_t isa, int32_t dtype, int32_t mask, int32_t dim,
                     int64_t tokens) {
-    row r;
-    memset(&r, 0, sizeof r);
+    row r = { 0 };
     r.kind = kind;
     r.isa = isa;
     r.dtype = dtype;
@@ -1158,9 +1151,8 @@ static void print_model(void) {
 }
 
 static void print_machine(void) {
-    struct utsname u;
+    struct utsname u = { 0 };
     const double pages = (double)sysconf(_SC_PHYS_PAGES);
-    memset(&u, 0, sizeof u);
     uname(&u);
     printf("machine   ");
     print_model();
@@ -1299,10 +1291,9 @@ static void print_plan(const plan_case *c) {
     ra_plan *plan = NULL;
     ra_plan_report report;
     ra_allocator memory = { plan_alloc, plan_free, NULL };
-    ra_desc d;
+    ra_desc d = { 0 };
     size_t bytes = 0;
     double begin, made;
-    memset(&d, 0, sizeof d);
     memory.ctx = &bytes;
     d.tokens = c->tokens;
     d.ranks = c->ranks;
@@ -1357,10 +1348,9 @@ static double way_seconds(cache_load *l, int64_t fresh, int64_t cached) {
 
 /* Returns the time of the rule's choice over that of the better way. */
 static double print_way(cache_load way[3], int64_t fresh, int64_t cached) {
-    ra_infer_report report;
+    ra_infer_report report = { 0 };
     double best[2] = { 1e9, 1e9 }, spent = 0, ratio;
     int rule;
-    memset(&report, 0, sizeof report);
     if (ra_infer_query(way[2].cache[0], &cached, &fresh, &report) != RA_OK) failed_rows++;
     rule = report.way == RA_INFER_PASS_KV;
     for (int i = 0; i < 200 && (i < 3 || spent < 0.15); i++)
@@ -1383,10 +1373,9 @@ static void print_ways(void) {
     for (int32_t ranks = 2; ranks <= MAX_THREADS; ranks *= 2) {
         static cache_load way[3];
         row r = row_make(PREFILL, best_f32(), RA_F32, RA_MASK_CAUSAL, 64, WAY_NEW);
-        ra_cache_desc cd;
+        ra_cache_desc cd = { 0 };
         data x;
         double most = 0;
-        memset(&cd, 0, sizeof cd);
         r.kv_heads = 2;
         r.kv_tokens = WAY_NEW + WAY_CACHED;
         r.threads = r.ranks = ranks;
@@ -1413,9 +1402,8 @@ static void print_forms(void) {
     static const int64_t fresh[] = { 1, 4, 8, 16, 64, 256 }, cached[] = { 2048, 32768 };
     static cache_load form[2];
     row r = cache_row(PREFILL, ra_isa_best(), RA_BF16, 256);
-    ra_cache_desc cd;
+    ra_cache_desc cd = { 0 };
     data x;
-    memset(&cd, 0, sizeof cd);
     r.kv_tokens = 256 + 32768;
     x = data_make(&r);
     for (int k = 0; k < 2; k++) {
@@ -1490,15 +1478,13 @@ static void checked_plan(checked *c, const ra_engine *engine, int rank) {
 }
 
 static void checked_open(checked *c, const ra_engine *engine) {
-    ra_world_desc wd;
-    memset(&wd, 0, sizeof wd);
+    ra_world_desc wd = { 0 };
     memset(c, 0, sizeof *c);
     wd.ranks = 2;
     for (int rank = 0; rank < 2; rank++) checked_plan(c, engine, rank);
     for (int i = 0; i < 4 && !failed_rows; i++) {
         const int on = i / 2, rank = i % 2;
-        ra_ring_desc rd;
-        memset(&rd, 0, sizeof rd);
+        ra_ring_desc rd = { 0 };
         rd.checksums = on;
         if (rank == 0 && ra_world_create(&c->world[on], &wd) != RA_OK) { failed_rows++; return; }
         c->net[on][rank] = *ra_world_transport(c->world[on], rank);
@@ -1513,8 +1499,7 @@ static double checked_pass(checked *c, int on, int32_t pass) {
     const double begin = processor_s();
     ra_status s[2] = { RA_AGAIN, RA_AGAIN };
     for (int r = 0; r < 2; r++) {
-        ra_job job;
-        memset(&job, 0, sizeof job);
+        ra_job job = { 0 };
         job.plan = c->plan[r];
         job.tensors = &c->t[r];
         job.pass = pass;

@@ -75,7 +75,7 @@ static void die(const char *what) {
 static int tap(const char *name) {
     static int home = -1;
     char path[256];
-    struct ifreq request;
+    struct ifreq request = { 0 };
     int there, fd;
     if (home < 0) home = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC);
     snprintf(path, sizeof path, "/var/run/netns/%s", name);
@@ -84,7 +84,6 @@ static int tap(const char *name) {
     close(there);
     fd = open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0) die("/dev/net/tun");
-    memset(&request, 0, sizeof request);
     snprintf(request.ifr_name, sizeof request.ifr_name, "eth0");
     request.ifr_flags = IFF_TAP | IFF_NO_PI;
     if (ioctl(fd, TUNSETIFF, &request)) die("eth0");

@@ -108,10 +108,8 @@ typedef struct network {
 } network;
 
 static int network_tcp(network *w, const options *o) {
-    ra_tcp_desc d;
-    ra_error why;
-    memset(&d, 0, sizeof d);
-    memset(&why, 0, sizeof why);
+    ra_tcp_desc d = { 0 };
+    ra_error why = { 0 };
     d.rank = o->rank;
     d.ranks = o->ranks;
     d.addresses = o->at;
@@ -143,10 +141,8 @@ static int network_open(network *w, const options *o) {
 #ifdef OVERLAP_OFI
     if (!strcmp(o->transport, "ofi")) {
         static char list[RANKS * 64];
-        ra_ofi_desc d;
-        ra_error why;
-        memset(&d, 0, sizeof d);
-        memset(&why, 0, sizeof why);
+        ra_ofi_desc d = { 0 };
+        ra_error why = { 0 };
         for (int i = 0; i < o->ranks; i++) {
             if (i) strcat(list, ",");
             strncat(list, o->at[i], 60);
@@ -168,8 +164,7 @@ static int network_open(network *w, const options *o) {
 #endif
 #ifdef OVERLAP_MPI
     if (!strcmp(o->transport, "mpi")) {
-        ra_error why;
-        memset(&why, 0, sizeof why);
+        ra_error why = { 0 };
         if (ra_mpi_open(&w->mpi, MPI_COMM_WORLD, 0, &why)) {
             fprintf(stderr, "rank %d: %s: %s\n", o->rank, why.field, why.text);
             return -1;
@@ -225,9 +220,8 @@ typedef struct seat {
 static ra_plan *make_plan(const options *o, int rank, int64_t tokens, int full,
                           const ra_engine *engine) {
     ra_plan *plan = NULL;
-    ra_error why;
+    ra_error why = { 0 };
     ra_desc d = ra_desc_make(HEADS, KV_HEADS, DIM, RA_F32, full ? RA_MASK_NONE : RA_MASK_CAUSAL);
-    memset(&why, 0, sizeof why);
     d.error = &why;
     d.rank = rank;
     d.ranks = o->ranks;
@@ -250,12 +244,10 @@ static void seat_close(seat *s) {
 static int seat_open(seat *s, const options *o, int rank, const ra_transport *transport) {
     static const ra_engine nothing = { sizeof nothing, RA_ENGINE_ABI, 0, NULL, compute_nothing };
     ra_plan_report r, more;
-    ra_ring_desc rd;
-    ra_error why;
+    ra_ring_desc rd = { 0 };
+    ra_error why = { 0 };
     float *m;
     memset(s, 0, sizeof *s);
-    memset(&rd, 0, sizeof rd);
-    memset(&why, 0, sizeof why);
     rd.error = &why;
     s->o = o;
     s->rank = rank;
@@ -418,10 +410,9 @@ static void finalize(int bad, int rank) {
 #endif
 
 int main(int argc, char **argv) {
-    options o;
+    options o = { 0 };
     network w;
     int bad;
-    memset(&o, 0, sizeof o);
     o.tokens = 4096;
     o.passes = 7;
     o.seconds = 60;

@@ -12,6 +12,7 @@
  * alone, so that `filter --seed N --case I` runs one case again. A failing check prints file, line
  * and the context (h_context), which tests set to a line that describes the case. */
 #include <math.h>
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -61,6 +62,14 @@ static inline h_site h_args(const char *what, const char *file, int line) {
     h_site s;
     s.what = what; s.file = file; s.line = line;
     return s;
+}
+
+/* Describes the case, for the next failure. */
+__attribute__((format(printf, 1, 2))) static inline void h_context(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(h_run.context, sizeof h_run.context, format, args);
+    va_end(args);
 }
 
 /* Counts a failure and prints where; the first of a test also prints the case and how to rerun. */
@@ -116,10 +125,10 @@ static inline double h_distance(double got, double want, double tol) {
 static inline int h_check_close(h_site at, const float *got, const double *want, int64_t n,
                                 double atol, double rtol) {
     double worst = -1;
-    int64_t i, w = 0;
+    int64_t w = 0;
     char m[200];
     h_run.checks++;
-    for (i = 0; i < n; i++) {
+    for (int64_t i = 0; i < n; i++) {
         double far = h_distance((double)got[i], want[i], atol + rtol * fabs(want[i]));
         if (far > worst) { worst = far; w = i; }
     }
@@ -133,12 +142,12 @@ static inline int h_check_close(h_site at, const float *got, const double *want,
 /* The same bytes; reports the first 32-bit word that differs and how many do. */
 static inline int h_check_bits(h_site at, const void *got, const void *want, size_t bytes) {
     const uint8_t *a = (const uint8_t *)got, *b = (const uint8_t *)want;
-    size_t i, first = bytes, differ = 0;
+    size_t first = bytes, differ = 0;
     float fa = 0, fb = 0;
     char m[200];
     h_run.checks++;
     if (memcmp(a, b, bytes) == 0) return 1;
-    for (i = 0; i + 4 <= bytes; i += 4) {
+    for (size_t i = 0; i + 4 <= bytes; i += 4) {
         if (memcmp(a + i, b + i, 4) == 0) continue;
         if (first == bytes) first = i;
         differ++;
@@ -207,8 +216,8 @@ static inline h_rng h_case_rng(int64_t i) {
 }
 
 static inline int h_arguments(int argc, char **argv) {
-    int i, list = 0;
-    for (i = 1; i < argc; i++) {
+    int list = 0;
+    for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--seed") && i + 1 < argc) h_run.seed = strtoull(argv[++i], NULL, 0);
         else if (!strcmp(argv[i], "--case") && i + 1 < argc) h_run.only_case = atoll(argv[++i]);
         else if (!strcmp(argv[i], "--from") && i + 1 < argc) h_run.from = atoll(argv[++i]);
@@ -225,11 +234,10 @@ static inline int h_arguments(int argc, char **argv) {
 
 static inline int h_main(int argc, char **argv, const h_test *tests, size_t n) {
     int passed = 0, failed = 0, skipped = 0, list = h_arguments(argc, argv);
-    size_t i;
     h_run.program = argv[0];
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (!list) printf("seed %llu\n", (unsigned long long)h_run.seed);
-    for (i = 0; i < n; i++) {
+    for (size_t i = 0; i < n; i++) {
         if (h_run.filter[0] && !strstr(tests[i].name, h_run.filter)) continue;
         if (list) { printf("%s\n", tests[i].name); continue; }
         h_run.test = tests[i].name;

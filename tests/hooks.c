@@ -70,8 +70,7 @@ uint32_t hook_crc_by_table(uint32_t crc, const void *data, int64_t bytes) {
 
 int64_t hook_patience(const ra_plan *plan, int pass, int64_t tiles, int64_t ns) {
     const int64_t minute = 60000000000;
-    ra_ring ring;
-    memset(&ring, 0, sizeof ring);
+    ra_ring ring = { 0 };
     ring.plan = plan;
     ring.lists = pass == RA_PASS_BACKWARD ? &plan->back : &plan->forward;
     ring.counters.tiles_full = tiles;
@@ -85,9 +84,8 @@ static const char *longest_text(void *ctx, int code) {
 }
 
 void hook_longest_failure(ra_status status, const char *text, ra_failure *out) {
-    ra_ring ring;
+    ra_ring ring = { 0 };
     ra__blame blame = ra__blame_of(-1, -1, 0, -1);
-    memset(&ring, 0, sizeof ring);
     ring.has_transport = 1;
     ring.tp.error_text = longest_text;
     ring.tp.ctx = (void *)(uintptr_t)text;

@@ -117,8 +117,7 @@ static inline void mail_append(mail **list, mail *m) {
 }
 
 static inline mail mail_make(mail_end *e, void *buf, size_t len, uint64_t tag) {
-    mail m;
-    memset(&m, 0, sizeof m);
+    mail m = { 0 };
     m.end = e;
     m.buf = buf;
     m.len = len;
@@ -330,8 +329,7 @@ static inline mail_net *mail_open(const mail_desc *d, void *shared) {
 }
 
 static inline ra_transport mail_transport(mail_net *w, int rank) {
-    ra_transport t;
-    memset(&t, 0, sizeof t);
+    ra_transport t = { 0 };
     t.size = (uint32_t)sizeof t;
     t.abi = RA_TRANSPORT_ABI;
     t.caps = w->d.caps;

@@ -60,11 +60,10 @@ static void stall(void *ctx, const ra_event *e) {
 static void seat_open(seat *s, MPI_Comm comm) {
     int rank, ranks;
     ra_error why;
-    ra_ring_desc rd;
+    ra_ring_desc rd = { 0 };
     ra_desc d;
     MPI_Comm_rank(comm, &rank);
     MPI_Comm_size(comm, &ranks);
-    memset(&rd, 0, sizeof rd);
     rd.trace = stall;
     rd.trace_ctx = s;
     ring_describe(&d, &s->task, rank, ranks, &why);
@@ -101,8 +100,7 @@ static ring_task small_task(void) {
 }
 
 static seat seat_of(void) {
-    seat s;
-    memset(&s, 0, sizeof s);
+    seat s = { 0 };
     s.task = small_task();
     return s;
 }
@@ -129,11 +127,10 @@ static void right_on(MPI_Comm comm) {
     int rank, ranks;
     ra_plan *plan = NULL;
     ra_mpi *mpi = NULL;
-    ring_figures f;
+    ring_figures f = { 0 };
     ra_desc d;
     MPI_Comm_rank(comm, &rank);
     MPI_Comm_size(comm, &ranks);
-    memset(&f, 0, sizeof f);
     ring_describe(&d, &t, rank, ranks, NULL);
     CHECK(all && !ra_plan_create(&plan, &d, NULL) && !ra_mpi_open(&mpi, comm, 0, NULL));
     CHECK(ring_attend(&t, plan, ra_mpi_transport(mpi), rank, all, &f) == RA_OK);
@@ -276,8 +273,7 @@ static void stopped(int seeds) {
 
 /* -------------------------------------------------------------------------- ops by hand */
 static ra_transport_op op_of(int kind, int peer, void *buf, size_t len) {
-    ra_transport_op op;
-    memset(&op, 0, sizeof op);
+    ra_transport_op op = { 0 };
     op.kind = (uint8_t)kind;
     op.peer = peer;
     op.buf = buf;
@@ -317,15 +313,13 @@ static void large_chunks(void) {
     if (MPI_VERSION < 4) {
         ra_plan *plan = NULL;
         ra_ring *ring = NULL;
-        ra_ring_desc rd;
-        ra_error why;
+        ra_ring_desc rd = { 0 };
+        ra_error why = { 0 };
         ra_desc d;
         ring_task t = small_task();
         t.tokens = (int64_t)1 << 24;
         t.dim = 256;
         t.chunk_tokens = 1 << 21;
-        memset(&rd, 0, sizeof rd);
-        memset(&why, 0, sizeof why);
         rd.error = &why;
         ring_describe(&d, &t, g.rank, g.ranks, NULL);
         CHECK(ra_plan_create(&plan, &d, NULL) == RA_OK);

@@ -21,9 +21,9 @@ typedef struct truth {
 /* -------------------------------------------------------------------------- masks, scores */
 /* Does the query at position p see a key at position k? The rules of ra_mask as a predicate. */
 static H_FAST int visible(const ra_mask *m, int64_t p, int64_t k) {
-    int64_t i, doc = 0, end = INT64_MAX, c = m->causal_block > 1 ? m->causal_block : 1;
+    int64_t doc = 0, end = INT64_MAX, c = m->causal_block > 1 ? m->causal_block : 1;
     if (m->kind == RA_MASK_INTERVALS) return m->lo[p] <= k && k < m->hi[p];
-    for (i = 0; i < m->doc_count; i++) {
+    for (int64_t i = 0; i < m->doc_count; i++) {
         if (m->doc_first[i] > p) { end = m->doc_first[i]; break; }
         doc = m->doc_first[i];
     }
@@ -51,11 +51,11 @@ static H_FAST double dot_product(const float *a, const float *b, int n) {
 
 /* Philox4x32-10 from its paper: the word that belongs to one weight. */
 static H_FAST uint32_t philox_word(uint64_t seed, const uint32_t counter[4], int word) {
-    uint32_t c[4], k[2], i;
+    uint32_t c[4], k[2];
     memcpy(c, counter, sizeof c);
     k[0] = (uint32_t)(seed & 0xFFFFFFFFu);
     k[1] = (uint32_t)(seed >> 32);
-    for (i = 0; i < 10; i++) {
+    for (uint32_t i = 0; i < 10; i++) {
         uint64_t m0 = 0xD2511F53ull * c[0], m1 = 0xCD9E8D57ull * c[2];
         uint32_t n0 = (uint32_t)(m1 >> 32) ^ c[1] ^ k[0], n2 = (uint32_t)(m0 >> 32) ^ c[3] ^ k[1];
         c[1] = (uint32_t)(m1 & 0xFFFFFFFFu);
@@ -134,8 +134,7 @@ static H_FAST void oracle_row(const problem *p, const truth *t, int b, int64_t i
     double top = -HUGE_VAL, sum = 0, slack = 0, coarse = 0, big = 1;
     int64_t at = (b * p->q_max + i) * p->Hq + head, j;
     double *o = t->o + at * p->Dv;
-    int d;
-    for (d = 0; d < p->Dv; d++) o[d] = 0;
+    for (int d = 0; d < p->Dv; d++) o[d] = 0;
     for (j = 0; j < n; j++) {
         size[j] = 0;
         s[j] = score_of(p, b, i, head, keys[j], &size[j]);
@@ -155,16 +154,16 @@ static H_FAST void oracle_row(const problem *p, const truth *t, int b, int64_t i
             coarse += w * (1 + problem_scale(p) * length);
         }
         w *= drop_factor(p, b, i, head, keys[j]);
-        for (d = 0; d < p->Dv; d++) {
+        for (int d = 0; d < p->Dv; d++) {
             o[d] += w * (double)v[d];
             if (fabs((double)v[d]) > big) big = fabs((double)v[d]);
         }
     }
-    for (d = 0; d < p->Dv && n; d++) o[d] /= sum;
+    for (int d = 0; d < p->Dv && n; d++) o[d] /= sum;
     for (j = 0; j < n && is_bf16(p); j++) {
         const float *v = v_row(p, b, keys[j], head / (p->Hq / p->Hkv));
         double w = exp(s[j] - top) / sum / 256;
-        for (d = 0; d < p->Dv; d++) t->rough[at * p->Dv + d] += w * fabs((double)v[d] - o[d]);
+        for (int d = 0; d < p->Dv; d++) t->rough[at * p->Dv + d] += w * fabs((double)v[d] - o[d]);
     }
     t->lse[at] = sum == 0 ? -HUGE_VAL : top + log(sum);
     t->coarse[at] = sum == 0 || coarse != coarse ? 0 : coarse / sum * big * 6 / 65536;
@@ -177,21 +176,20 @@ static H_FAST truth oracle(const problem *p) {
     size_t rows = (size_t)(p->B * p->q_max * p->Hq), room = (size_t)p->k_max + 1;
     int32_t *keys = (int32_t *)malloc(room * sizeof *keys);
     double *s = (double *)malloc(2 * room * sizeof *s);
-    int64_t i, k, n, step = p->row_step ? p->row_step : 1;
-    int b, head;
+    int64_t k, n, step = p->row_step ? p->row_step : 1;
     t.o = (double *)calloc(rows * (size_t)p->Dv + 1, sizeof(double));
     t.lse = (double *)calloc(rows + 1, sizeof(double));
     t.slack = (double *)calloc(rows + 1, sizeof(double));
     t.coarse = (double *)calloc(rows + 1, sizeof(double));
     t.rough = (double *)calloc(rows * (size_t)p->Dv + 1, sizeof(double));
-    for (b = 0; b < p->B; b++) {
-        for (i = 0; i < p->tq[b]; i += step) {
+    for (int b = 0; b < p->B; b++) {
+        for (int64_t i = 0; i < p->tq[b]; i += step) {
             for (n = k = 0; k < p->tk[b]; k++) {
                 if (!p->absent[b * p->k_max + k] && visible(&p->mask, p->q_offset + i, k)) {
                     keys[n++] = (int32_t)k;
                 }
             }
-            for (head = 0; head < p->Hq; head++) {
+            for (int head = 0; head < p->Hq; head++) {
                 oracle_row(p, &t, b, i, head, keys, n, s, s + room);
             }
         }
@@ -222,8 +220,7 @@ typedef struct slope_key { double w, drop, score, ds, size, rounding, bar; } slo
 /* out += x a, bar += error |a|, for n elements. */
 static H_FAST void slope_add(double *out, double *bar, double x, double error, const float *a,
                              int n) {
-    int d;
-    for (d = 0; d < n; d++) {
+    for (int d = 0; d < n; d++) {
         out[d] += x * (double)a[d];
         bar[d] += error * fabs((double)a[d]);
     }
@@ -237,23 +234,22 @@ static H_FAST double slope_weights(const problem *p, const int64_t at[3], const 
     const float *g = p->d_o + ((b * p->q_max + at[1]) * p->Hq + head) * p->Dv;
     double top = -HUGE_VAL, sum = 0, delta = 0, o_half_ulp = p->o_dtype == RA_F32 ? 0 : 0.004;
     double o_least = p->o_dtype == RA_F16 ? 3.1e-8 : 0;
-    int64_t j;
     int d;
-    for (j = 0; j < n; j++) {
+    for (int64_t j = 0; j < n; j++) {
         x[j].rounding = 0;
         x[j].score = score_of(p, b, at[1], head, keys[j], &x[j].rounding);
         if (x[j].score > top) top = x[j].score;
     }
     if ((p->scores & RA_SCORE_SINKS) && (double)p->sinks[head] > top) top = (double)p->sinks[head];
     if (p->scores & RA_SCORE_SINKS) sum = exp((double)p->sinks[head] - top);
-    for (j = 0; j < n; j++) sum += exp(x[j].score - top);
+    for (int64_t j = 0; j < n; j++) sum += exp(x[j].score - top);
     if (fabs(top + log(sum)) >= LSE_LIMIT) {           /* counts as a row without keys */
-        for (j = 0; j < n; j++) x[j].w = x[j].drop = x[j].ds = x[j].rounding = x[j].bar = 0;
+        for (int64_t j = 0; j < n; j++) x[j].w = x[j].drop = x[j].ds = x[j].rounding = x[j].bar = 0;
         *bar = 0;
         return 0;
     }
     for (*bar = 0, d = 0; d < p->Dv; d++) *bar += o_least * fabs((double)g[d]);
-    for (j = 0; j < n; j++) {
+    for (int64_t j = 0; j < n; j++) {
         const float *v = v_row(p, b, keys[j], kv);
         x[j].w = exp(x[j].score - top) / sum;
         x[j].drop = drop_factor(p, b, at[1], head, keys[j]);
@@ -264,7 +260,7 @@ static H_FAST double slope_weights(const problem *p, const int64_t at[3], const 
         delta += x[j].w * x[j].ds;
         *bar += x[j].w * x[j].size * (x[j].rounding + o_half_ulp);
     }
-    for (j = 0; j < n; j++) {
+    for (int64_t j = 0; j < n; j++) {
         x[j].bar = x[j].w * ((fabs(x[j].ds - delta) + x[j].size) * x[j].rounding + *bar);
         x[j].ds = x[j].w * (x[j].ds - delta);
     }
@@ -277,8 +273,7 @@ static H_FAST void slope_row(const problem *p, slopes *s, const int64_t at[3],
     const int64_t row = (b * p->q_max + at[1]) * p->Hq + head;
     const float *q = p->q + row * p->Dk, *g = p->d_o + row * p->Dv;
     double c = problem_scale(p), bar, delta = slope_weights(p, at, keys, n, x, &bar), rest = 1;
-    int64_t j;
-    for (j = 0; j < n; j++) {
+    for (int64_t j = 0; j < n; j++) {
         int64_t key = (b * p->k_max + keys[j]) * p->Hkv + kv;
         int64_t at_v = p->v_in_k ? key * p->Dk + p->v_column : key * p->Dv;
         int64_t pair = ((b * p->Hq + head) * p->q_max + at[1]) * p->k_max + keys[j];
@@ -308,8 +303,7 @@ static H_FAST slopes oracle_slopes(const problem *p, int with_bias) {
     slope_key *x = (slope_key *)malloc(room * sizeof *x);
     int32_t *keys = (int32_t *)malloc(room * sizeof *keys);
     int64_t at[3], k, n;
-    slopes s;
-    memset(&s, 0, sizeof s);
+    slopes s = { 0 };
     s.q = (double *)calloc(2 * nq, sizeof(double));
     s.k = (double *)calloc(2 * nk * (size_t)p->Dk, sizeof(double));
     s.v = (double *)calloc(2 * nk * (size_t)p->Dv, sizeof(double));

@@ -109,19 +109,17 @@ static inline void problem_shape(problem *p, int64_t tokens, int32_t q_heads, in
 
 static H_FAST float *normal_rows(int64_t rows, int64_t n, int32_t dtype, h_rng *r) {
     float *x = (float *)malloc((size_t)(rows * n + 1) * sizeof *x);
-    int64_t i;
-    for (i = 0; i < rows * n; i++) x[i] = dtype_round(h_normal(r), dtype);
+    for (int64_t i = 0; i < rows * n; i++) x[i] = dtype_round(h_normal(r), dtype);
     return x;
 }
 
 /* Unit-normal Q, K, V, and the parameters of score changes. */
 static inline void problem_data(problem *p, h_rng *r) {
-    int i;
     p->q = normal_rows(p->B * p->q_max, p->Hq * p->Dk, p->q_dtype, r);
     p->k = normal_rows(p->B * p->k_max, p->Hkv * p->Dk, p->k_dtype, r);
     if (!p->v_in_k) p->v = normal_rows(p->B * p->k_max, p->Hkv * p->Dv, p->v_dtype, r);
     if (!p->absent) p->absent = (uint8_t *)calloc((size_t)(p->B * p->k_max) + 1, 1);
-    for (i = 0; i < p->Hq; i++) {
+    for (int i = 0; i < p->Hq; i++) {
         p->sinks[i] = h_normal(r);
         p->alibi[i] = (float)pow(2.0, -8.0 * (i + 1) / p->Hq);
     }
@@ -155,10 +153,10 @@ static inline void mask_docs(problem *p, h_rng *r, int64_t span) {
 
 /* Any intervals at all, or bands whose two bounds both rise. */
 static inline void mask_intervals(problem *p, h_rng *r, int64_t span, int rising) {
-    int64_t i, a, b, lo = 0, hi = 0;
+    int64_t a, b, lo = 0, hi = 0;
     p->lo = (int32_t *)malloc((size_t)span * sizeof *p->lo);
     p->hi = (int32_t *)malloc((size_t)span * sizeof *p->hi);
-    for (i = 0; i < span; i++) {
+    for (int64_t i = 0; i < span; i++) {
         if (rising) {
             if (hi < p->k_max) hi += h_range(r, 0, 2);
             if (lo < hi && h_one_in(r, 2)) lo++;
@@ -292,13 +290,13 @@ static inline ra_run *random_runs(h_rng *r, int ranks, const int64_t *span, int3
                                   uint8_t *absent) {
     enum { MOST = 48 };
     ra_run made[MOST], *out = (ra_run *)malloc(MOST * sizeof *out);
-    int owner[MOST], n = 0, rank, i, total = 0;
-    int64_t at = span[0], end = span[0] + span[1], len, k, s;
+    int owner[MOST], n = 0, i, total = 0;
+    int64_t at = span[0], end = span[0] + span[1], len, s;
     while (at < end) {
         len = n > MOST - 8 ? end - at : h_range(r, 1, span[1] / 3 + 1);
         if (len > end - at) len = end - at;
         s = n <= MOST - 8 && h_one_in(r, 3) ? h_range(r, 1, 4) : 1;
-        for (k = 0; k < s && k < len; k++) {
+        for (int64_t k = 0; k < s && k < len; k++) {
             made[n].first = at + k;
             made[n].count = (len - k + s - 1) / s;
             made[n].stride = s == 1 && h_one_in(r, 2) ? 0 : s;
@@ -309,7 +307,7 @@ static inline ra_run *random_runs(h_rng *r, int ranks, const int64_t *span, int3
         }
         at += len;
     }
-    for (rank = 0; rank < ranks; rank++) {
+    for (int rank = 0; rank < ranks; rank++) {
         int back = h_one_in(r, 4);
         for (count[rank] = i = 0; i < n; i++) {
             int j = back ? n - 1 - i : i;
@@ -320,8 +318,8 @@ static inline ra_run *random_runs(h_rng *r, int ranks, const int64_t *span, int3
 }
 
 static inline int lengths_differ(const problem *p) {
-    int b, differ = 0;
-    for (b = 0; b < p->B; b++) differ |= p->tq[b] != p->q_max || p->tk[b] != p->k_max;
+    int differ = 0;
+    for (int b = 0; b < p->B; b++) differ |= p->tq[b] != p->q_max || p->tk[b] != p->k_max;
     return differ;
 }
 
@@ -370,11 +368,11 @@ static inline void random_cells(h_rng *r, const problem *p, int ranks, int keys,
 /* RUNS and ARRAY give all sequences the same rows: lengths that differ are refused there. */
 static inline void random_layout(setup *s, problem *p, h_rng *r, int layout) {
     int64_t span[2];
-    int i, b;
+    int b;
     for (b = 0; b < p->B && layout == L_RUNS; b++) { p->tq[b] = p->q_max; p->tk[b] = p->k_max; }
     s->layout = layout_kinds[layout];
     s->weighted = layout >= L_CONTIGUOUS_W;
-    for (i = 0; i < s->ranks && s->weighted; i++) s->weights[i] = (int32_t)h_range(r, 0, 5);
+    for (int i = 0; i < s->ranks && s->weighted; i++) s->weights[i] = (int32_t)h_range(r, 0, 5);
     if (s->weighted) s->weights[h_range(r, 0, s->ranks - 1)] = 3;
     if (s->layout == RA_LAYOUT_RUNS) {
         int holes = h_one_in(r, 3), same = !p->q_offset && p->q_max == p->k_max;
@@ -404,13 +402,12 @@ static inline ra_run *short_runs(h_rng *r, int ranks, const int64_t *span, int32
     ra_run *made = (ra_run *)malloc((size_t)(span[1] + 4) * sizeof *made);
     ra_run *out = (ra_run *)malloc((size_t)(span[1] + 4) * sizeof *out);
     int *owner = (int *)malloc((size_t)(span[1] + 4) * sizeof *owner);
-    int64_t at = span[0], n = 0, total = 0, i, k, s, len;
-    int rank;
+    int64_t at = span[0], n = 0, total = 0, i, s, len;
     while (at < end) {
         len = lengths[h_range(r, 0, 8)];
         s = h_one_in(r, 3) ? h_range(r, 2, 4) : 1;
         len = len * s < end - at ? len * s : end - at;
-        for (k = 0; k < s && k < len; k++, n++) {
+        for (int64_t k = 0; k < s && k < len; k++, n++) {
             made[n].first = at + k;
             made[n].count = (len - k + s - 1) / s;
             made[n].stride = s;
@@ -420,7 +417,7 @@ static inline ra_run *short_runs(h_rng *r, int ranks, const int64_t *span, int32
         }
         at += len;
     }
-    for (rank = 0; rank < ranks; rank++) {
+    for (int rank = 0; rank < ranks; rank++) {
         int back = h_one_in(r, 4);
         for (count[rank] = 0, i = 0; i < n; i++) {
             int64_t j = back ? n - 1 - i : i;
@@ -482,20 +479,18 @@ static inline void random_setup(setup *s, problem *p, h_rng *r, const wish *w) {
 }
 
 static inline void setup_free(setup *s) {
-    int i;
     free(s->q_runs);
     free(s->k_runs);
-    for (i = 0; i < s->ranks; i++) { free(s->q_cells[i]); free(s->k_cells[i]); }
+    for (int i = 0; i < s->ranks; i++) { free(s->q_cells[i]); free(s->k_cells[i]); }
 }
 
 /* Shares of the units of cuts (blocks, or mirrored pairs of blocks) by lot; some ranks get none. */
 static inline void uneven(setup *s, const problem *p, h_rng *r) {
     int64_t units = (p->k_max + 63) / 64;
-    int i;
     if (s->layout == RA_LAYOUT_ZIGZAG) units = (units + 1) / 2;
     s->weighted = 1;
     memset(s->weights, 0, sizeof s->weights);
-    for (i = 0; i < units; i++) s->weights[h_range(r, 0, s->ranks - 1)]++;
+    for (int i = 0; i < units; i++) s->weights[h_range(r, 0, s->ranks - 1)]++;
 }
 
 /* The gradient of O, and the seed of dropout. */
@@ -671,10 +666,9 @@ static inline int64_t tokens_to_spare(const problem *p, const setup *s) {
 
 /* The descriptor of one rank. Fields that may be left 0 are left 0 where the seed says so. */
 static inline ra_desc rank_desc(const problem *p, const setup *s, int rank) {
-    ra_desc d;
-    int r, self = 1, b;
+    ra_desc d = { 0 };
+    int r, self = 1;
     int64_t spare = tokens_to_spare(p, s);
-    memset(&d, 0, sizeof d);
     d.sequences = p->B == 1 && (s->seed & 1) ? 0 : p->B;
     d.ranks = s->ranks;
     d.rank = rank;
@@ -685,7 +679,7 @@ static inline ra_desc rank_desc(const problem *p, const setup *s, int rank) {
     d.scores = p->scores;
     d.tokens = p->q_max;
     d.q_offset = p->q_offset + (s->layout == RA_LAYOUT_ARRAY ? 0 : s->shift);
-    for (b = 0; b < p->B; b++) self &= p->tk[b] == p->tq[b] + p->q_offset;
+    for (int b = 0; b < p->B; b++) self &= p->tk[b] == p->tq[b] + p->q_offset;
     d.kv_tokens = self && (s->seed & 4) ? 0 : p->k_max + s->shift;
     if (s->layout == RA_LAYOUT_ARRAY) {
         for (d.tokens = d.kv_tokens = r = 0; r < s->ranks; r++) {
@@ -746,18 +740,18 @@ static inline int32_t *part_positions(const rank_part *e, const ra_plan *plan, i
     const problem *p = e->p;
     const setup *s = e->s;
     ra_run runs[MOST_RUNS];
-    int32_t *out, n = 0, i, b;
+    int32_t *out, n = 0, i;
     int64_t most = 0;
     if (s->layout == RA_LAYOUT_ARRAY) {
         most = keys ? s->k_rows[e->rank] : s->q_rows[e->rank];
         out = (int32_t *)malloc(((size_t)(most * p->B) + 1) * sizeof *out);
         memcpy(out, keys ? s->k_cells[e->rank] : s->q_cells[e->rank],
                (size_t)(most * p->B) * sizeof *out);
-        for (b = 0; b < p->B; b++) len[b] = most;
+        for (int32_t b = 0; b < p->B; b++) len[b] = most;
         *rows = most;
         return out;
     }
-    for (b = 0; b < p->B; b++) {
+    for (int32_t b = 0; b < p->B; b++) {
         n = part_runs(e, plan, keys, b, runs);
         for (len[b] = i = 0; i < n && i < MOST_RUNS; i++) len[b] += runs[i].count;
         if (len[b] > most) most = len[b];
@@ -765,7 +759,7 @@ static inline int32_t *part_positions(const rank_part *e, const ra_plan *plan, i
     *rows = most;
     out = (int32_t *)malloc(((size_t)(most * p->B) + 1) * sizeof *out);
     memset(out, 0xFF, (size_t)(most * p->B) * sizeof *out);
-    for (b = 0; b < p->B; b++) {
+    for (int32_t b = 0; b < p->B; b++) {
         int32_t *at = out + b * most;
         n = part_runs(e, plan, keys, b, runs);
         (void)runs_expand(at, runs, n < MOST_RUNS ? n : MOST_RUNS, s->shift);
@@ -777,7 +771,7 @@ static inline int32_t *part_positions(const rank_part *e, const ra_plan *plan, i
  * bias that differs by row sequences have their own, for their rows may be other positions. */
 static inline void part_bias(rank_part *e) {
     const problem *p = e->p;
-    int64_t nb = p->bias_b ? p->B : 1, nh = p->bias_h ? p->Hq : 1, i, k;
+    int64_t nb = p->bias_b ? p->B : 1, nh = p->bias_h ? p->Hq : 1;
     int64_t nr = p->bias_r ? e->q_rows : 1, nk = p->bias_k ? p->bias_keys : 1;
     int64_t n = nb * nh * nr * nk;
     int swap = (e->s->seed >> 5) & 1, b, head;
@@ -790,9 +784,9 @@ static inline void part_bias(rank_part *e) {
     bias->head_step = p->bias_h ? nr * nk * 4 : 0;
     bias->row_step = p->bias_r ? (swap ? 4 : nk * 4) : 0;
     bias->key_step = p->bias_k ? (swap ? nr * 4 : 4) : 0;
-    for (b = 0; b < nb; b++) for (head = 0; head < nh; head++) for (i = 0; i < nr; i++) {
+    for (b = 0; b < nb; b++) for (head = 0; head < nh; head++) for (int64_t i = 0; i < nr; i++) {
         int64_t row = p->bias_r ? (int64_t)e->q_pos[b * e->q_rows + i] - p->q_offset : 0;
-        for (k = 0; k < nk; k++) {
+        for (int64_t k = 0; k < nk; k++) {
             data[(b * bias->batch_step + head * bias->head_step + i * bias->row_step +
                   k * bias->key_step) / 4] = bias_value(p, b, head, row, k);
         }
@@ -861,8 +855,7 @@ static inline uint64_t part_hash(const rank_part *e) {
 
 static inline int32_t *positions_given(const int32_t *pos, int64_t n, int64_t shift) {
     int32_t *out = (int32_t *)malloc((size_t)(n + 1) * sizeof *out);
-    int64_t i;
-    for (i = 0; i < n; i++) out[i] = pos[i] < 0 ? -1 : (int32_t)(pos[i] + shift);
+    for (int64_t i = 0; i < n; i++) out[i] = pos[i] < 0 ? -1 : (int32_t)(pos[i] + shift);
     return out;
 }
 

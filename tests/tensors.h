@@ -143,8 +143,7 @@ static H_FAST void view_free(view *v) {
 
 static H_FAST uint64_t view_hash(const view *v) {
     uint64_t x = 14695981039346656037u;
-    size_t i;
-    for (i = 0; i < v->bytes; i++) x = (x ^ v->mem[i]) * 1099511628211u;
+    for (size_t i = 0; i < v->bytes; i++) x = (x ^ v->mem[i]) * 1099511628211u;
     return x;
 }
 
@@ -161,34 +160,30 @@ static H_FAST ra_out view_out(const view *v) {
 }
 
 static H_FAST void view_put(const view *v, int b, int64_t t, const float *rows) {
-    int head, d;
-    for (head = 0; head < v->heads; head++) {
+    for (int head = 0; head < v->heads; head++) {
         uint8_t *at = view_at(v, b, t, head);
-        for (d = 0; d < v->dim; d++) row_store(at, d, *rows++, v->dtype);
+        for (int d = 0; d < v->dim; d++) row_store(at, d, *rows++, v->dtype);
     }
 }
 
 /* Reads a token's rows and leaves the guard there, so that view_guard then knows every byte. */
 static H_FAST void view_take(const view *v, int b, int64_t t, float *rows) {
     int64_t e = element_bytes(v->dtype);
-    int head, d;
-    for (head = 0; head < v->heads; head++) {
+    for (int head = 0; head < v->heads; head++) {
         uint8_t *at = view_at(v, b, t, head);
-        for (d = 0; d < v->dim; d++) *rows++ = dtype_load(at + d * e, v->dtype);
+        for (int d = 0; d < v->dim; d++) *rows++ = dtype_load(at + d * e, v->dtype);
         memset(at, GUARD, (size_t)(v->dim * e));
     }
 }
 
 static H_FAST int64_t view_guard(const view *v) {
     int64_t broken = 0;
-    size_t i;
-    for (i = 0; i < v->bytes; i++) broken += v->mem[i] != GUARD;
+    for (size_t i = 0; i < v->bytes; i++) broken += v->mem[i] != GUARD;
     return broken;
 }
 
 static H_FAST view view_of(int32_t dtype, int64_t rows, int32_t heads, int32_t dim) {
-    view v;
-    memset(&v, 0, sizeof v);
+    view v = { 0 };
     v.dtype = dtype; v.rows = rows; v.heads = heads; v.dim = dim;
     return v;
 }
@@ -197,9 +192,7 @@ static H_FAST view view_of(int32_t dtype, int64_t rows, int32_t heads, int32_t d
  * position is `from`. */
 static H_FAST void view_fill(const view *v, int B, const int32_t *pos, const float *all,
                              int64_t most, int64_t from) {
-    int64_t t;
-    int b;
-    for (b = 0; b < B; b++) for (t = 0; t < v->rows; t++) {
+    for (int b = 0; b < B; b++) for (int64_t t = 0; t < v->rows; t++) {
         int64_t at = pos[b * v->rows + t];
         if (at >= 0) view_put(v, b, t, all + (b * most + at - from) * v->heads * v->dim);
     }
@@ -208,8 +201,7 @@ static H_FAST void view_fill(const view *v, int B, const int32_t *pos, const flo
 /* The positions of runs, each less `shift`. Returns the end of what it wrote. */
 static H_FAST int32_t *runs_expand(int32_t *to, const ra_run *runs, int32_t n, int64_t shift) {
     int64_t j;
-    int32_t i;
-    for (i = 0; i < n; i++) {
+    for (int32_t i = 0; i < n; i++) {
         int64_t step = runs[i].stride ? runs[i].stride : 1;
         for (j = 0; j < runs[i].count; j++) *to++ = (int32_t)(runs[i].first - shift + j * step);
     }

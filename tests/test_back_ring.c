@@ -9,9 +9,9 @@
 
 /* What a pass counted is what the plan had said. */
 static void counters_agree(const setup *s, const outcome *r) {
-    int i, shared = s->wire == WIRE_SHARED;
+    int shared = s->wire == WIRE_SHARED;
     if (s->call < CALL_FORWARD || s->call > CALL_JOIN) return;
-    for (i = 0; i < s->ranks; i++) {
+    for (int i = 0; i < s->ranks; i++) {
         const ra_plan_report *plan = &r->report[i];
         const ra_ring_counters *c = &r->counters[i];
         CHECK_EQ(c->chunks_in, plan->backward.chunks_in);
@@ -28,11 +28,11 @@ static int kept, kept_q;               /* comparisons that the plan had promised
 
 static void same_gradients(const problem *p, const setup *s, const outcome *first) {
     outcome r;
-    int i, any = 1;
+    int any = 1;
     describe_case(p, s);
     r = world_run(p, s);
     if (outcome_whole(&r)) {
-        for (i = 0; i < s->ranks && s->call != CALL_ATTENTION; i++) {
+        for (int i = 0; i < s->ranks && s->call != CALL_ATTENTION; i++) {
             any &= r.report[i].backward.bits_any_ranks;
         }
         if (any) kept++;
@@ -112,13 +112,13 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa) {
 
 static void every_mask(int32_t isa) {
     static const int32_t layouts[2] = { RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG };
-    int64_t n = h_run.large ? 10 : 1, cases = 0, i;
+    int64_t n = h_run.large ? 10 : 1, cases = 0;
     if (!ra_isa_available(isa)) {
         h_skip("this machine does not have the instruction set");
         return;
     }
     kept = kept_q = 0;
-    for (i = 0; i < 2 * MASKS * n; i++) {
+    for (int64_t i = 0; i < 2 * MASKS * n; i++) {
         int mask = (int)(i % MASKS), zigzag = (int)(i / MASKS % 2);
         if (!h_variant(mask + isa, zigzag)) continue;
         all_the_same(i, mask, layouts[zigzag], isa);
@@ -148,8 +148,8 @@ static void as_the_oracle(const problem *p, const setup *s) {
 /* Any shape, mask, layout, dtypes, transport, call. */
 TEST(layouts) {
     wish w = { -1, 0, -1, -1, 3e5 };
-    int64_t i, n = h_run.large ? 3000 : 160;
-    for (i = 0; i < n; i++) {
+    int64_t n = h_run.large ? 3000 : 160;
+    for (int64_t i = 0; i < n; i++) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
@@ -174,8 +174,8 @@ TEST(layouts) {
 /* Chunks of many short runs, of keys and of queries; the length of messages changes no bit. */
 TEST(many_short_runs) {
     wish w = { -1, L_RUNS, -1, -1, 3e5 };
-    int64_t i, n = h_run.large ? 2000 : 60;
-    for (i = 0; i < n; i++) {
+    int64_t n = h_run.large ? 2000 : 60;
+    for (int64_t i = 0; i < n; i++) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
@@ -248,17 +248,15 @@ TEST(more_blocks_than_are_kept) {
 
 /* More threads than kv heads: dQ and dK, dV apart; few enough for a race detector. */
 TEST(threads) {
-    int64_t i;
-    for (i = 0; i < 6; i++) {
+    for (int64_t i = 0; i < 6; i++) {
         h_rng r = h_case_rng(i);
         problem p;
-        setup s;
+        setup s = { 0 };
         if (!h_case(i)) continue;
         problem_shape(&p, 500, 2, 1, 8, 8);
         p.mask.kind = i % 2 ? RA_MASK_CAUSAL : RA_MASK_NONE;
         problem_data(&p, &r);
         problem_cotangent(&p, &r);
-        memset(&s, 0, sizeof s);
         s.layout = i < 3 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
         s.ranks = 3;
         s.seed = h_next(&r) | 1u << 8;         /* any thread may call the transport */
@@ -275,8 +273,7 @@ TEST(threads) {
 /* -------------------------------------------------------------------------- memory */
 static ra_plan_report report_of(const ra_desc *d) {
     ra_plan *plan = NULL;
-    ra_plan_report g;
-    memset(&g, 0, sizeof g);
+    ra_plan_report g = { 0 };
     if (CHECK_EQ(ra_plan_create(&plan, d, NULL), RA_OK)) {
         CHECK_EQ(ra_plan_query(plan, d->rank, &g), RA_OK);
     }
@@ -298,20 +295,14 @@ TEST(memory_as_promised) {
         const int64_t shard = shards[which];
         int64_t gradients, thread, forward, back, lists, kv;
         ra_plan_report one, two, alone;
-        ra_desc d, bare;
+        ra_desc d = ra_desc_make(4, 2, 128, bf16 ? RA_BF16 : RA_F32, RA_MASK_CAUSAL), bare;
         if (!h_case(i)) continue;
-        memset(&d, 0, sizeof d);
         d.ranks = ranks;
         d.rank = d.ranks / 2;
         d.layout.kind = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
         d.backward_travel = by_keys ? RA_TRAVEL_KV : RA_TRAVEL_Q;
         d.tokens = shard * d.ranks;
-        d.q_heads = 4;
-        d.kv_heads = 2;
-        d.k_dim = 128;
         d.v_dim = 64;
-        d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = bf16 ? RA_BF16 : RA_F32;
-        d.mask.kind = RA_MASK_CAUSAL;
         d.train = 1;
         one = report_of(&d);
         d.threads = 2;
@@ -344,16 +335,10 @@ TEST(memory_as_promised) {
 TEST(training_has_room_for_forward) {
     for (int32_t ranks = 2; ranks <= 16; ranks *= 2) {
         ra_plan_report train, alone;
-        ra_desc d;
-        memset(&d, 0, sizeof d);
+        ra_desc d = ra_desc_make(32, 1, 128, RA_BF16, RA_MASK_CAUSAL);
         d.ranks = ranks;
         d.layout.kind = RA_LAYOUT_ZIGZAG;
         d.tokens = ranks < 8 ? 131072 : 524288;
-        d.q_heads = 32;
-        d.kv_heads = 1;
-        d.k_dim = d.v_dim = 128;
-        d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_BF16;
-        d.mask.kind = RA_MASK_CAUSAL;
         alone = report_of(&d);
         d.train = 1;
         train = report_of(&d);
@@ -373,13 +358,9 @@ static int no_ops(void *ctx, ra_transport_op *const *ops, int n) {
 static int no_engine(void *ctx, const ra_block *b) { (void)ctx; (void)b; return 0; }
 
 static void train_desc(ra_desc *d, ra_error *e) {
-    memset(d, 0, sizeof *d);
+    *d = ra_desc_make(1, 1, 8, RA_F32, RA_MASK_CAUSAL);
     d->ranks = 3;
     d->tokens = 640;
-    d->q_heads = d->kv_heads = 1;
-    d->k_dim = d->v_dim = 8;
-    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
-    d->mask.kind = RA_MASK_CAUSAL;
     d->layout.kind = RA_LAYOUT_ZIGZAG;
     d->train = 1;
     d->error = e;
@@ -395,16 +376,13 @@ static void refused(ra_status got, const ra_error *e, ra_status status, const ch
 TEST(refusals) {
     ra_error e;
     ra_desc d;
-    ra_engine engine;
+    ra_engine engine = { 0 };
     ra_plan *plan = NULL;
     ra_ring *ring = NULL;
-    ra_ring_desc rd;
-    ra_transport tp;
-    ra_job job;
-    ra_tensors t;
-    memset(&rd, 0, sizeof rd);
-    memset(&tp, 0, sizeof tp);
-    memset(&t, 0, sizeof t);
+    ra_ring_desc rd = { 0 };
+    ra_transport tp = { 0 };
+    ra_job job = { 0 };
+    ra_tensors t = { 0 };
     rd.error = &e;
     train_desc(&d, &e);
     d.grad_return = 2;
@@ -413,7 +391,6 @@ TEST(refusals) {
     d.train = 0;
     refused(ra_plan_create(&plan, &d, NULL), &e, RA_E_SHAPE, "grad_return");
     train_desc(&d, &e);
-    memset(&engine, 0, sizeof engine);
     engine.size = sizeof engine;
     engine.abi = RA_ENGINE_ABI;
     engine.fold = no_engine;
@@ -436,7 +413,6 @@ TEST(refusals) {
     refused(ra_ring_create(&ring, plan, &tp, &rd), &e, RA_E_TRANSPORT, "transport.caps");
     tp.caps = RA_CAP_ANY_PEER;
     CHECK_EQ(ra_ring_create(&ring, plan, &tp, &rd), RA_OK);
-    memset(&job, 0, sizeof job);
     job.plan = plan;
     job.tensors = &t;
     job.pass = 2;

@@ -22,11 +22,10 @@ static float before(int64_t i) { return (float)(i % 7 - 3) * 0.25f; }
 /* Every row of a gradient holds `before` of its element. */
 static void grad_view(view *v, const seat *e, int kind) {
     float row[64 * 192 + 1];
-    int64_t t, i, n = v->heads * v->dim;
-    int b;
+    int64_t n = v->heads * v->dim;
     view_make(v, kind, e->p->B, 1, GUARD);
-    for (b = 0; b < e->p->B; b++) for (t = 0; t < v->rows; t++) {
-        for (i = 0; i < n; i++) row[i] = before(i);
+    for (int b = 0; b < e->p->B; b++) for (int64_t t = 0; t < v->rows; t++) {
+        for (int64_t i = 0; i < n; i++) row[i] = before(i);
         view_put(v, b, t, row);
     }
 }
@@ -34,7 +33,6 @@ static void grad_view(view *v, const seat *e, int kind) {
 static void grads_open(grads *g, seat *e) {
     const problem *p = e->p;
     ra_bias_out *bias = &e->t.d_bias;
-    int64_t i;
     g->d_o = view_of(p->o_dtype, e->q_rows, p->Hq, p->Dv);
     g->q = view_of(g->dtype ? g->dtype : RA_F32, e->q_rows, p->Hq, p->Dk);
     g->k = view_of(g->dtype ? g->dtype : RA_F32, e->k_rows, p->Hkv, p->Dk);
@@ -48,7 +46,7 @@ static void grads_open(grads *g, seat *e) {
     e->t.d_q = view_out(&g->q);
     e->t.d_k = view_out(&g->k);
     if (!p->v_in_k) e->t.d_v = view_out(&g->v);
-    for (i = 0; i < 64; i++) g->sinks[i] = before(i);
+    for (int64_t i = 0; i < 64; i++) g->sinks[i] = before(i);
     if (p->scores & RA_SCORE_SINKS) e->t.d_sinks = g->sinks;
     g->bias = NULL;
     if (!(p->scores & RA_SCORE_BIAS)) return;
@@ -59,7 +57,7 @@ static void grads_open(grads *g, seat *e) {
     bias->batch_step = p->Hq * bias->head_step;
     g->bias_n = p->B * bias->batch_step / 4;
     g->bias = bias->data = (float *)malloc((size_t)g->bias_n * 4 + 4);
-    for (i = 0; i < g->bias_n; i++) g->bias[i] = before(i);
+    for (int64_t i = 0; i < g->bias_n; i++) g->bias[i] = before(i);
 }
 
 static void grads_close(grads *g) {
@@ -72,11 +70,10 @@ static ra_status seat_gradients(seat *e, grads *g, int nth) {
     ra_status status = seat_attention(e);
     size_t bytes = ra_attention_backward_bytes(&e->d, nth);
     uint8_t *mem = (uint8_t *)malloc(bytes + 64), *work = mem + (64 - (uintptr_t)mem % 64) % 64;
-    int i;
     if (!bytes) status = e->error.status;
     if (status == RA_OK) grads_open(g, e);
     memset(mem, 0xA5, bytes + 64);
-    for (i = nth - 1; i >= 0 && status == RA_OK; i--) {
+    for (int i = nth - 1; i >= 0 && status == RA_OK; i--) {
         status = ra_attention_backward(&e->d, &e->t, work, bytes, i, nth);
     }
     free(mem);
@@ -93,16 +90,16 @@ static double judge_view(const view *v, const seat *e, const double *real, const
                          int keys) {
     const problem *p = e->p;
     const int32_t *pos = keys ? e->k_pos : e->q_pos;
-    int64_t n = v->heads * v->dim, most = keys ? p->k_max : p->q_max, t, i;
+    int64_t n = v->heads * v->dim, most = keys ? p->k_max : p->q_max, t;
     int plain = !p->loose && p->q_dtype == RA_F32 && p->k_dtype == RA_F32 && p->v_dtype == RA_F32 &&
                 p->o_dtype == RA_F32;
     float *row = (float *)malloc((size_t)n * sizeof *row);
     double worst = 0;
-    int b, written = v->dtype != RA_F32;
-    for (b = 0; b < p->B; b++) for (t = 0; t < (keys ? e->k_len : e->q_len)[b]; t++) {
+    int written = v->dtype != RA_F32;
+    for (int b = 0; b < p->B; b++) for (t = 0; t < (keys ? e->k_len : e->q_len)[b]; t++) {
         int64_t at = pos[b * v->rows + t];
         view_take(v, b, t, row);
-        for (i = 0; i < n; i++) {
+        for (int64_t i = 0; i < n; i++) {
             double add = written ? 0 : (double)before(i), x = 0, tol = 3e-7 + 1.2e-7 * fabs(add);
             if (at >= 0) {
                 int64_t from = (b * most + at - (keys ? 0 : p->q_offset)) * n + i;
@@ -115,9 +112,9 @@ static double judge_view(const view *v, const seat *e, const double *real, const
             if (plain && !written && x > largest_plain) largest_plain = x;
         }
     }
-    for (b = 0; b < p->B; b++) for (t = (keys ? e->k_len : e->q_len)[b]; t < v->rows; t++) {
+    for (int b = 0; b < p->B; b++) for (t = (keys ? e->k_len : e->q_len)[b]; t < v->rows; t++) {
         view_take(v, b, t, row);       /* rows of no sequence stay as they were */
-        for (i = 0; i < n; i++) if (row[i] != before(i)) worst = HUGE_VAL;
+        for (int64_t i = 0; i < n; i++) if (row[i] != before(i)) worst = HUGE_VAL;
     }
     free(row);
     if (worst > 1) printf("    %.3g times the bar\n", worst);
@@ -130,8 +127,7 @@ static double judge_bias(const grads *g, const seat *e, const slopes *real) {
     double *x = (double *)calloc(2 * (size_t)g->bias_n + 2, sizeof *x), worst = 0;
     double *bar = x + g->bias_n;
     int64_t t, k, i;
-    int b, head;
-    for (b = 0; b < p->B; b++) for (head = 0; head < p->Hq; head++) {
+    for (int b = 0; b < p->B; b++) for (int head = 0; head < p->Hq; head++) {
         for (t = 0; t < e->q_len[b]; t++) for (k = 0; k < p->k_max && k < p->bias_keys; k++) {
             int64_t pos = e->q_pos[b * e->q_rows + t], pair;
             if (pos < 0) continue;
@@ -153,8 +149,7 @@ static double judge_bias(const grads *g, const seat *e, const slopes *real) {
 
 static double judge_sinks(const grads *g, const problem *p, const slopes *real) {
     double worst = 0;
-    int h;
-    for (h = 0; h < 64; h++) {
+    for (int h = 0; h < 64; h++) {
         double x = h < p->Hq && (p->scores & RA_SCORE_SINKS) ? real->sinks[h] : 0, far;
         far = fabs((double)g->sinks[h] - (double)before(h) - x);
         far /= (h < p->Hq ? rough * real->sinks_bar[h] : 0) + 3e-7 * (1 + fabs(x));
@@ -169,13 +164,12 @@ static void check_forward(const seat *e) {
     truth t = oracle(p);
     float row[64 * 192];
     double worst = 0, far, tol, ulp = p->o_dtype == RA_F32 ? 0 : p->o_dtype == RA_F16 ? 6e-4 : 5e-3;
-    int64_t i, d, n = p->Hq * p->Dv, at;
-    int b;
-    for (b = 0; b < p->B; b++) for (i = 0; i < e->q_len[b]; i++) {
+    int64_t n = p->Hq * p->Dv, at;
+    for (int b = 0; b < p->B; b++) for (int64_t i = 0; i < e->q_len[b]; i++) {
         if (e->q_pos[b * e->q_rows + i] < 0) continue;
         at = b * p->q_max + e->q_pos[b * e->q_rows + i] - p->q_offset;
         view_take(&e->o, b, i, row);
-        for (d = 0; d < n; d++) {
+        for (int64_t d = 0; d < n; d++) {
             tol = 1e-5 + 4 * t.slack[at * p->Hq + d / p->Dv] + ulp * fabs(t.o[at * n + d]);
             far = fabs((double)row[d] - t.o[at * n + d]) / tol;
             if (!(far <= worst)) worst = far;
@@ -210,9 +204,8 @@ static int ran(seat *e, ra_status status) {
 static void compare(const problem *p, const setup *s, int32_t dtype, int bias) {
     static world w;
     seat *e = &w.seats[0];
-    grads g;
+    grads g = { 0 };
     slopes real;
-    memset(&g, 0, sizeof g);
     g.dtype = dtype;
     g.bias_row = bias != 1;
     g.bias_key = bias != 2;
@@ -261,8 +254,8 @@ static void random_case(int64_t i, const wish *w, int32_t dtypes) {
 TEST(masks_and_layouts) {
     static const int layouts[4] = { L_CONTIGUOUS, L_ZIGZAG, L_RUNS, L_ARRAY };
     wish w = { 0, 0, 1, -1, 2e6 };
-    int64_t i, n = h_run.large ? 40 : 2;
-    for (i = 0; i < n * MASKS * 4; i++) {
+    int64_t n = h_run.large ? 40 : 2;
+    for (int64_t i = 0; i < n * MASKS * 4; i++) {
         w.mask = (int)(i % MASKS);
         w.layout = layouts[i / MASKS % 4];
         w.options = i < MASKS * 4 ? 0 : -1;
@@ -273,8 +266,8 @@ TEST(masks_and_layouts) {
 
 TEST(everything_at_random) {
     wish w = { -1, -1, 1, -1, 3e6 };
-    int64_t i, n = h_run.large ? 10000 : 200;
-    for (i = 0; i < n; i++) {
+    int64_t n = h_run.large ? 10000 : 200;
+    for (int64_t i = 0; i < n; i++) {
         w.layout = (int)(i % 5);
         random_case(i, &w, -1);
     }
@@ -298,8 +291,7 @@ TEST(shapes_on_every_instruction_set) {
                                         { 192, 128 }, { 1, 1 }, { 300, 20 }, { 18, 260 } };
     static const int64_t tokens[8] = { 128, 192, 131, 65, 97, 70, 66, 63 };
     int64_t i = 0, turn;
-    int32_t isa;
-    for (isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) for (turn = 0; turn < 16; turn++) {
+    for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) for (turn = 0; turn < 16; turn++) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
@@ -338,9 +330,9 @@ TEST(long_sequence) {
 /* Loss in double precision. */
 static double loss(const problem *p) {
     truth t = oracle(p);
-    int64_t i, n = p->B * p->q_max * p->Hq * p->Dv;
+    int64_t n = p->B * p->q_max * p->Hq * p->Dv;
     double sum = 0;
-    for (i = 0; i < n; i++) sum += t.o[i] * (double)p->d_o[i];
+    for (int64_t i = 0; i < n; i++) sum += t.o[i] * (double)p->d_o[i];
     truth_free(&t);
     return sum;
 }
@@ -364,18 +356,16 @@ static double difference(const problem *p, float *x, const double *slope, int64_
 }
 
 static void quantize(float *x, int64_t n) {
-    int64_t i;
-    for (i = 0; i < n; i++) x[i] = rintf(x[i] * 4096) / 4096;
+    for (int64_t i = 0; i < n; i++) x[i] = rintf(x[i] * 4096) / 4096;
 }
 
 TEST(oracle_against_finite_differences) {
-    int64_t i;
-    for (i = 0; i < 8; i++) {
+    for (int64_t i = 0; i < 8; i++) {
         h_rng r = h_case_rng(i);
         problem p;
         slopes s;
         double got, real, slope = 0;
-        int64_t nq, nk, nv, j, k;
+        int64_t nq, nk, nv;
         if (!h_case(i)) continue;
         problem_shape(&p, 24, 4, 2, 6, i % 4 == 3 ? 4 : 5);
         p.v_in_k = i % 4 == 3;
@@ -399,7 +389,7 @@ TEST(oracle_against_finite_differences) {
         CHECK(fabs(got - real) <= 1e-4 * (1 + fabs(real)));
         got = difference(&p, p.sinks, s.sinks, p.Hq, &real);
         CHECK(fabs(got - real) <= 1e-4 * (1 + fabs(real)));
-        for (j = 0; j < p.q_max; j++) for (k = 0; k < p.k_max; k++) {
+        for (int64_t j = 0; j < p.q_max; j++) for (int64_t k = 0; k < p.k_max; k++) {
             slope -= s.bias[j * p.k_max + k] * fabs((double)(j - k)); /* of head 0's ALiBi */
         }
         got = difference(&p, p.alibi, &slope, 1, &real);
@@ -414,11 +404,10 @@ TEST(oracle_against_finite_differences) {
 static float *all_gradients(const problem *p, const setup *s, int nth, int bias, size_t *n) {
     static world w;
     seat *e = &w.seats[0];
-    grads g;
+    grads g = { 0 };
     size_t q, k, v;
     float *out;
     *n = 0;
-    memset(&g, 0, sizeof g);
     g.bias_row = bias != 1;
     g.bias_key = bias != 2;
     if (!opened(&w, p, s, 0) || !ran(e, seat_gradients(e, &g, nth))) return NULL;
@@ -437,14 +426,12 @@ static float *all_gradients(const problem *p, const setup *s, int nth, int bias,
 
 TEST(threads_do_not_change_bits) {
     static const int32_t heads[3][2] = { { 2, 1 }, { 3, 3 }, { 4, 2 } };
-    int64_t i;
-    for (i = 0; i < 24; i++) {
+    for (int64_t i = 0; i < 24; i++) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
         float *one, *many;
         size_t n, m;
-        int nth;
         if (!h_case(i)) continue;
         problem_shape(&p, 300, heads[i % 3][0], heads[i % 3][1], 24, 17);
         p.mask.kind = i / 3 % 2 ? RA_MASK_CAUSAL : RA_MASK_NONE;
@@ -455,7 +442,7 @@ TEST(threads_do_not_change_bits) {
         problem_data(&p, &r);
         problem_cotangent(&p, &r);
         one = all_gradients(&p, &s, 1, (int)(i % 3), &n);
-        for (nth = 2; nth <= 5; nth++) {
+        for (int nth = 2; nth <= 5; nth++) {
             many = all_gradients(&p, &s, nth, (int)(i % 3), &m);
             if (CHECK(one && many && m == n)) CHECK_BITS(many, one, n * 4);
             free(many);
@@ -470,19 +457,14 @@ TEST(gradients_one_by_one) {
     enum { T = 150, HQ = 4, HK = 2, D = 16, Q = T * HQ * D, K = T * HK * D };
     static float q[Q], k[K], v[K], o[Q], lse[T * HQ], d_o[Q], all[3][Q], part[3][Q];
     h_rng r = h_case_rng(0);
-    ra_desc d;
-    ra_tensors t, less;
+    ra_desc d = ra_desc_make(HQ, HK, D, RA_F32, RA_MASK_CAUSAL);
+    ra_tensors t = { 0 }, less;
     size_t bytes;
     uint8_t *mem, *work;
-    int i, j;
-    memset(&d, 0, sizeof d);
-    memset(&t, 0, sizeof t);
-    d.tokens = T; d.q_heads = HQ; d.kv_heads = HK; d.k_dim = d.v_dim = D;
-    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
-    d.mask.kind = RA_MASK_CAUSAL;
+    d.tokens = T;
     d.train = 1;
-    for (i = 0; i < Q; i++) { q[i] = h_normal(&r); d_o[i] = h_normal(&r); }
-    for (i = 0; i < K; i++) { k[i] = h_normal(&r); v[i] = h_normal(&r); }
+    for (int i = 0; i < Q; i++) { q[i] = h_normal(&r); d_o[i] = h_normal(&r); }
+    for (int i = 0; i < K; i++) { k[i] = h_normal(&r); v[i] = h_normal(&r); }
     t.q.data = q; t.k.data = k; t.v.data = v; t.o.data = o; t.lse.data = lse; t.d_o.data = d_o;
     bytes = ra_attention_backward_bytes(&d, 1);
     mem = (uint8_t *)malloc(bytes + 64);
@@ -490,14 +472,14 @@ TEST(gradients_one_by_one) {
     CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
     t.d_q.data = all[0]; t.d_k.data = all[1]; t.d_v.data = all[2];
     CHECK_EQ(ra_attention_backward(&d, &t, work, bytes, 0, 1), RA_OK);
-    for (i = 1; i < 7; i++) {
+    for (int i = 1; i < 7; i++) {
         memset(part, 0, sizeof part);
         less = t;
         less.d_q.data = i & 1 ? part[0] : NULL;
         less.d_k.data = i & 2 ? part[1] : NULL;
         less.d_v.data = i & 4 ? part[2] : NULL;
         CHECK_EQ(ra_attention_backward(&d, &less, work, bytes, 0, 1), RA_OK);
-        for (j = 0; j < 3; j++) {
+        for (int j = 0; j < 3; j++) {
             if (i >> j & 1) CHECK_BITS(part[j], all[j], (size_t)(j ? K : Q) * 4);
             else CHECK(part[j][0] == 0 && part[j][K - 1] == 0);
         }
@@ -510,8 +492,8 @@ TEST(gradients_one_by_one) {
  * 0 in rows where it cannot; never above 1 by much, never NaN. */
 TEST(huge_bias) {
     int64_t i = 0;
-    int32_t isa, turn;
-    for (isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) for (turn = 0; turn < 12; turn++) {
+    int32_t turn;
+    for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) for (turn = 0; turn < 12; turn++) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
@@ -534,8 +516,7 @@ TEST(huge_bias) {
 /* A window of 20 over 200 tokens: NaN in one row of one tensor reaches what saw it, no more. */
 TEST(nan_stays_where_it_is_seen) {
     enum { T = 200, W = 20, BAD = 100, D = 8 };
-    int64_t i, j, d;
-    for (i = 0; i < 16; i++) {
+    for (int64_t i = 0; i < 16; i++) {
         h_rng r = h_case_rng(0);
         problem p;
         setup s;
@@ -553,10 +534,10 @@ TEST(nan_stays_where_it_is_seen) {
         problem_cotangent(&p, &r);
         good = all_gradients(&p, &s, 1, 0, &n);
         x = which == 0 ? p.q : which == 1 ? p.k : which == 2 ? p.v : p.d_o;
-        for (d = 0; d < D; d++) x[BAD * D + d] = d % 2 ? (float)NAN : HUGE_VALF;
+        for (int64_t d = 0; d < D; d++) x[BAD * D + d] = d % 2 ? (float)NAN : HUGE_VALF;
         bad = all_gradients(&p, &s, 1, 0, &m);
         if (!CHECK(good && bad && m == n)) return;
-        for (j = 0; j < 3 * T; j++) {  /* rows of d_q, then of d_k and d_v */
+        for (int64_t j = 0; j < 3 * T; j++) {  /* rows of d_q, then of d_k and d_v */
             int64_t row = j % T;
             int clean = j < T ? (query ? row != BAD : row < BAD || row >= BAD + W)
                               : query ? row > BAD || row <= BAD - W
@@ -577,16 +558,15 @@ TEST(nan_stays_where_it_is_seen) {
 TEST(unseen_is_zero) {
     enum { T = 140, D = 8 };
     static int32_t lo[T], hi[T];
-    int32_t dtype, i;
-    for (dtype = 0; dtype <= RA_BF16; dtype++) {
+    int32_t i;
+    for (int32_t dtype = 0; dtype <= RA_BF16; dtype++) {
         h_rng r = h_case_rng(dtype);
         problem p;
         setup s;
         static world w;
         seat *e = &w.seats[0];
-        grads g;
+        grads g = { 0 };
         float row[D];
-        int64_t t;
         problem_shape(&p, T, 1, 1, D, D);
         p.mask.kind = RA_MASK_INTERVALS;
         for (i = 0; i < T; i++) {      /* keys 0..9 and 100.. for nobody, rows 50..79 see none */
@@ -601,15 +581,14 @@ TEST(unseen_is_zero) {
         problem_cotangent(&p, &r);
         for (i = 50 * D; i < 80 * D; i++) p.q[i] = p.d_o[i] = (float)NAN;
         for (i = 0; i < 10 * D; i++) p.k[i] = p.v[i] = (float)NAN;
-        memset(&g, 0, sizeof g);
         g.dtype = dtype;
         if (!opened(&w, &p, &s, dtype) || !ran(e, seat_gradients(e, &g, 1))) return;
-        for (t = 0; t < T; t++) {
+        for (int64_t t = 0; t < T; t++) {
             int empty = t >= 50 && t < 80, unseen = t < 10 || t >= 100;
             const view *of[3];
-            int j, zero;
+            int zero;
             of[0] = &g.q; of[1] = &g.k; of[2] = &g.v;
-            for (j = 0; j < 3; j++) {
+            for (int j = 0; j < 3; j++) {
                 view_take(of[j], 0, t, row);
                 for (zero = 1, i = 0; i < D; i++)
                     zero &= row[i] == (dtype > RA_F32 ? 0 : before(i));
@@ -628,22 +607,16 @@ TEST(dropout_keeps_what_it_promises) {
     enum { N = 128 };
     static float q[N][8], k[N][8], v[N][N], o[3][N][N];
     h_rng r = h_case_rng(0);
-    ra_desc d;
-    ra_tensors t;
+    ra_desc d = ra_desc_make(1, 1, 8, RA_F32, RA_MASK_NONE);
+    ra_tensors t = { 0 };
     size_t bytes;
     uint8_t *work;
     int64_t i, j, kept = 0;
     double sum = 0;
-    memset(&d, 0, sizeof d);
-    memset(&t, 0, sizeof t);
     for (i = 0; i < N; i++) for (j = 0; j < 8; j++) q[i][j] = h_normal(&r), k[i][j] = h_normal(&r);
     for (i = 0; i < N; i++) v[i][i] = 1;
     d.tokens = N;
-    d.q_heads = d.kv_heads = 1;
-    d.k_dim = 8;
     d.v_dim = N;
-    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
-    d.mask.kind = RA_MASK_NONE;
     d.train = 1;
     t.q.data = q; t.k.data = k; t.v.data = v;
     t.seed = h_next(&r);
@@ -675,27 +648,22 @@ TEST(blocks_of_keys) {
     static float q[N], k[M], v[M], o[N], lse[T * HQ], m[T * HQ], l[T * HQ], acc[N], delta[T * HQ];
     static float d_o[N], d_q[N], d_k[M], d_v[M];
     h_rng r = h_case_rng(0);
-    ra_run run;
-    ra_desc d;
-    ra_tensors t;
+    ra_run run = { 0 };
+    ra_desc d = ra_desc_make(HQ, 1, D, RA_F32, RA_MASK_CAUSAL);
+    ra_tensors t = { 0 };
     ra_state state;
     ra_grads g;
     problem p;
     slopes s;
     size_t bytes;
     uint8_t *mem, *work;
-    int i, turn;
     problem_shape(&p, T, HQ, 1, D, D);
     p.mask.kind = RA_MASK_CAUSAL;
     problem_data(&p, &r);
     problem_cotangent(&p, &r);
     memcpy(q, p.q, sizeof q); memcpy(k, p.k, sizeof k); memcpy(v, p.v, sizeof v);
     memcpy(d_o, p.d_o, sizeof d_o);
-    memset(&d, 0, sizeof d);
-    memset(&t, 0, sizeof t);
-    d.tokens = T; d.q_heads = HQ; d.kv_heads = 1; d.k_dim = d.v_dim = D;
-    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
-    d.mask.kind = RA_MASK_CAUSAL;
+    d.tokens = T;
     d.train = 1;
     t.q.data = q; t.o.data = o; t.lse.data = lse; t.d_o.data = d_o;
     state.m = m; state.l = l; state.acc = acc;
@@ -703,9 +671,8 @@ TEST(blocks_of_keys) {
     mem = (uint8_t *)malloc(bytes + 64);
     work = mem + (64 - (uintptr_t)mem % 64) % 64;
     CHECK_EQ(ra_state_clear(&d, &state), RA_OK);
-    memset(&run, 0, sizeof run);
-    for (turn = 0; turn < 2; turn++) {
-        for (i = 0; i < 3; i++) {
+    for (int turn = 0; turn < 2; turn++) {
+        for (int i = 0; i < 3; i++) {
             run.first = cut[i];
             d.kv_tokens = run.count = cut[i + 1] - cut[i];
             t.k.data = k + cut[i] * D;
@@ -737,9 +704,8 @@ static uint64_t room[1 << 16];
 
 static void sane_make(void) {
     memset(&sane, 0, sizeof sane);
-    sane.d.tokens = 2; sane.d.q_heads = 2; sane.d.kv_heads = 1; sane.d.k_dim = sane.d.v_dim = 4;
-    sane.d.q_dtype = sane.d.k_dtype = sane.d.v_dtype = sane.d.o_dtype = RA_F32;
-    sane.d.mask.kind = RA_MASK_NONE;
+    sane.d = ra_desc_make(2, 1, 4, RA_F32, RA_MASK_NONE);
+    sane.d.tokens = 2;
     sane.d.train = 1;
     sane.d.error = &sane.e;
     sane.t.q.data = sane.t.k.data = sane.t.v.data = sane.x;
@@ -764,11 +730,10 @@ static double merged_loss(const float *o1, float lse1, const float *o2, float ls
                           const float *d_o, float d_lse) {
     float o[12], lse = lse1;
     double sum;
-    int i;
     memcpy(o, o1, sizeof o);
     ra_merge(o, &lse, o2, &lse2, 1, 12);
     sum = (double)d_lse * (double)lse;
-    for (i = 0; i < 12; i++) sum += (double)d_o[i] * (double)o[i];
+    for (int i = 0; i < 12; i++) sum += (double)d_o[i] * (double)o[i];
     return sum;
 }
 
@@ -780,16 +745,15 @@ static void merge_by_differences(h_rng *r) {
     const float above = lse1 + 0.01f, below = lse1 - 0.01f;
     float lse = lse1;
     double w, inner = (double)d_lse, slope;
-    int i;
-    for (i = 0; i < 12; i++) o1[i] = h_normal(r), o2[i] = h_normal(r), d_o[i] = h_normal(r);
+    for (int i = 0; i < 12; i++) o1[i] = h_normal(r), o2[i] = h_normal(r), d_o[i] = h_normal(r);
     memcpy(o, o1, sizeof o);
     ra_merge(o, &lse, o2, &lse2, 1, 12);
     w = exp((double)lse1 - (double)lse);
-    for (i = 0; i < 12; i++) inner += (double)d_o[i] * ((double)o1[i] - (double)o[i]);
+    for (int i = 0; i < 12; i++) inner += (double)d_o[i] * ((double)o1[i] - (double)o[i]);
     slope = merged_loss(o1, above, o2, lse2, d_o, d_lse);
     slope -= merged_loss(o1, below, o2, lse2, d_o, d_lse);
     CHECK(fabs(slope / (double)(above - below) - w * inner) < 1e-3);
-    for (i = 0; i < 12; i++) {
+    for (int i = 0; i < 12; i++) {
         const float there = o1[i];
         o1[i] = there + 0.1f;
         slope = merged_loss(o1, lse1, o2, lse2, d_o, d_lse);
@@ -808,26 +772,20 @@ TEST(gradient_of_the_merge) {
     static float o[N], o2[N], lse[T], lse2[T], delta[T], d_q[N], d_k[N], d_v[N];
     const int64_t cut[3] = { 0, 64, T };
     h_rng r = h_case_rng(0);
-    ra_run run;
-    ra_desc d;
-    ra_tensors t;
+    ra_run run = { 0 };
+    ra_desc d = ra_desc_make(1, 1, D, RA_F32, RA_MASK_CAUSAL);
+    ra_tensors t = { 0 };
     ra_grads g;
     problem p;
     slopes s;
     size_t bytes;
     uint8_t *mem, *work;
-    int j;
-    for (j = 0; j < 50; j++) merge_by_differences(&r);
+    for (int j = 0; j < 50; j++) merge_by_differences(&r);
     problem_shape(&p, T, 1, 1, D, D);
     p.mask.kind = RA_MASK_CAUSAL;
     problem_data(&p, &r);
     problem_cotangent(&p, &r);
-    memset(&d, 0, sizeof d);
-    memset(&t, 0, sizeof t);
-    memset(&run, 0, sizeof run);
-    d.tokens = T; d.q_heads = d.kv_heads = 1; d.k_dim = d.v_dim = D;
-    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
-    d.mask.kind = RA_MASK_CAUSAL;
+    d.tokens = T;
     d.train = 1;
     bytes = ra_attention_backward_bytes(&d, 1);
     mem = (uint8_t *)malloc(bytes + 64);
@@ -835,7 +793,7 @@ TEST(gradient_of_the_merge) {
     t.q.data = p.q; t.d_o.data = p.d_o;
     t.k_pos.runs = &run;
     t.k_pos.count = 1;
-    for (j = 0; j < 4; j++) {                  /* forward of both blocks, then backward */
+    for (int j = 0; j < 4; j++) {                  /* forward of both blocks, then backward */
         run.first = cut[j % 2];
         d.kv_tokens = run.count = cut[j % 2 + 1] - cut[j % 2];
         t.k.data = p.k + run.first * D;
@@ -898,14 +856,12 @@ TEST(gradients_apart) {
         const int64_t dim = h_range(&r, 1, 3);
         placed p[3];
         ra_out *out[3];
-        ra_tensors t;
-        ra_error e;
+        ra_tensors t = { 0 };
+        ra_error e = { 0 };
         ra_desc d;
         ra_status s;
         int overlap = 0, alike = 1;
         if (!h_case(i)) continue;
-        memset(&t, 0, sizeof t);
-        memset(&e, 0, sizeof e);
         memset(map, 0, sizeof map);
         d = ra_desc_make((int32_t)count[2], (int32_t)count[2], (int32_t)dim, RA_F32, RA_MASK_NONE);
         d.sequences = (int32_t)count[0];
@@ -930,8 +886,7 @@ TEST(gradients_apart) {
             for (int j = 0; j < 3; j++) alike &= count[j] == 1 || p[k].step[j] == p[0].step[j];
         }
         s = ra_attention_backward(&d, &t, work, sizeof work, 0, 1);
-        snprintf(h_run.context, sizeof h_run.context, "overlap %d alike %d: %s %s", overlap, alike,
-                 e.field, e.text);
+        h_context("overlap %d alike %d: %s %s", overlap, alike, e.field, e.text);
         CHECK(s == RA_OK || (s == RA_E_SHAPE && strstr(e.text, "overlaps")));
         if (s) CHECK(overlap);
         else if (alike) CHECK(!overlap);
@@ -1010,10 +965,9 @@ TEST(refusals) {
 }
 
 TEST(refusals_beside_the_tensors) {
-    ra_grads g;
+    ra_grads g = { 0 };
     uint8_t *work = (uint8_t *)room + (64 - (uintptr_t)room % 64) % 64;
     size_t bytes;
-    memset(&g, 0, sizeof g);
     sane_make();
     bytes = ra_attention_backward_bytes(&sane.d, 1);
     CHECK_EQ(ra_attention_backward(NULL, &sane.t, work, bytes, 0, 1), RA_E_NULL);

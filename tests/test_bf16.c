@@ -42,9 +42,9 @@ static void random_case(problem *p, setup *s, h_rng *r, wish *w, int64_t i) {
 /* Every mask, score change and layout, tails, odd and unequal dims, NaN in what nobody sees. */
 TEST(masks_and_layouts) {
     wish w = { 0, 0, 0, -1, 2e6 };
-    int64_t i, n = h_run.large ? 20 : 1;
+    int64_t n = h_run.large ? 20 : 1;
     if (machine_lacks()) return;
-    for (i = 0; i < n * MASKS * LAYOUTS; i++) {
+    for (int64_t i = 0; i < n * MASKS * LAYOUTS; i++) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
@@ -61,9 +61,8 @@ TEST(masks_and_layouts) {
 
 /* NaN in one row of Q, K or V must appear where the oracle has it and nowhere else. */
 TEST(one_nan) {
-    int64_t i;
     if (machine_lacks()) return;
-    for (i = 0; i < 6 * MASKS; i++) {
+    for (int64_t i = 0; i < 6 * MASKS; i++) {
         h_rng r = h_case_rng(i);
         int64_t row = h_range(&r, 0, 139);
         problem p;
@@ -92,9 +91,9 @@ TEST(one_nan) {
  * bf16 holds, of whatever dtype: how dO itself is rounded is test_backward's. */
 TEST(gradients) {
     wish w = { 0, 0, 0, -1, 3e5 };
-    int64_t i, k, n = h_run.large ? 20 : 2;
+    int64_t k, n = h_run.large ? 20 : 2;
     if (machine_lacks()) return;
-    for (i = 0; i < n * MASKS * LAYOUTS; i++) {
+    for (int64_t i = 0; i < n * MASKS * LAYOUTS; i++) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
@@ -157,23 +156,21 @@ TEST(huge_bias) {
  * bf16 before they are summed and multiplied, and the result to bf16. */
 static double plain_error(const problem *p) {
     double *w = (double *)malloc((size_t)p->k_max * sizeof *w), worst = 0, size;
-    int64_t i, k;
-    int d;
-    for (i = 0; i < p->q_max; i++) {
+    for (int64_t i = 0; i < p->q_max; i++) {
         double top = -HUGE_VAL, sum = 0, rounded = 0;
         int64_t n = p->mask.kind == RA_MASK_CAUSAL ? i + 1 : p->k_max;
-        for (k = 0; k < n; k++) {
+        for (int64_t k = 0; k < n; k++) {
             w[k] = score_of(p, 0, i, 0, k, &size);
             if (w[k] > top) top = w[k];
         }
-        for (k = 0; k < n; k++) {
+        for (int64_t k = 0; k < n; k++) {
             w[k] = exp(w[k] - top);
             sum += w[k];
             rounded += (double)dtype_round((float)w[k], RA_BF16);
         }
-        for (d = 0; d < p->Dv; d++) {
+        for (int d = 0; d < p->Dv; d++) {
             double x = 0, y = 0;
-            for (k = 0; k < n; k++) {
+            for (int64_t k = 0; k < n; k++) {
                 x += w[k] * (double)v_row(p, 0, k, 0)[d];
                 y += (double)dtype_round((float)w[k], RA_BF16) * (double)v_row(p, 0, k, 0)[d];
             }
@@ -189,9 +186,8 @@ static double plain_error(const problem *p) {
 /* With O in bf16: at most twice the error of that plain form. */
 TEST(error_of_rounding) {
     static const int32_t dims[3] = { 64, 128, 80 };
-    int64_t i;
     if (machine_lacks()) return;
-    for (i = 0; i < 12; i++) {
+    for (int64_t i = 0; i < 12; i++) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
@@ -215,9 +211,8 @@ TEST(error_of_rounding) {
 /* 2^32 is 22.2 in natural logarithms. The second half with a bias, or ALiBi and a bias. */
 TEST(sums_past_the_limit) {
     static const float rises[4] = { 5, 16, 48, 200 };
-    int64_t i;
     if (machine_lacks()) return;
-    for (i = 0; i < 16; i++) {
+    for (int64_t i = 0; i < 16; i++) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
@@ -238,16 +233,16 @@ TEST(sums_past_the_limit) {
  * scores that grow, NaN in every key that nobody sees and sometimes in one that is seen; the
  * same bits on any number of threads. */
 TEST(decoding) {
-    int64_t i = h_run.other ? 75 : 0, k, q, n = h_run.large ? 2000 : i + 75;
+    int64_t i = h_run.other ? 75 : 0, q, n = h_run.large ? 2000 : i + 75;
     if (machine_lacks()) return;
     for (; i < n; i++) {
         h_rng r = h_case_rng(i);
         problem p;
-        setup s;
+        setup s = { 0 };
         int32_t group = 1 << h_range(&r, 0, 4), heads = (int32_t)h_range(&r, 1, 3);
         int32_t dims[2];
         if (!h_case(i)) continue;
-        for (k = 0; k < 2; k++)
+        for (int64_t k = 0; k < 2; k++)
             dims[k] = (int32_t)(i % 9 == k ? h_range(&r, 300, 576) : h_one_in(&r, 2)
                                 ? 32 * h_range(&r, 1, 4) : h_range(&r, 1, 140));
         problem_shape(&p, h_range(&r, 1, 16 / group), heads * group, heads, dims[0], dims[1]);
@@ -258,15 +253,14 @@ TEST(decoding) {
         problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, (int32_t)h_range(&r, RA_F32, RA_BF16));
         problem_data(&p, &r);
         if (i % 8 == 0) p.loose = 1;
-        for (k = 0; i % 8 == 0 && k < p.k_max * heads * p.Dk; k++)
+        for (int64_t k = 0; i % 8 == 0 && k < p.k_max * heads * p.Dk; k++)
             p.k[k] = dtype_round(p.k[k] * (float)(k / (heads * p.Dk)) * 0.04f, RA_BF16);
-        for (k = 0; k < p.k_max; k++) {
+        for (int64_t k = 0; k < p.k_max; k++) {
             int seen = h_one_in(&r, 4000);
             for (q = 0; q < p.q_max; q++) seen += visible(&p.mask, p.q_offset + q, k) ? 2 : 0;
             if (seen < 2) p.k[k * heads * p.Dk] = p.v[(k + 1) * heads * p.Dv - 1] = (float)NAN;
             if (seen & 1) p.v[k * heads * p.Dv] = (float)NAN;
         }
-        memset(&s, 0, sizeof s);
         s.ranks = 1;
         s.layout = RA_LAYOUT_CONTIGUOUS + (int32_t)h_range(&r, 0, 2);
         s.call = CALL_ATTENTION;
@@ -281,15 +275,13 @@ TEST(decoding) {
 
 /* O, LSE and gradients do not depend on ranks, chunks and threads. */
 TEST(same_bits) {
-    int64_t i;
     if (machine_lacks()) return;
-    for (i = 0; i < 2 * MASKS; i++) {
+    for (int64_t i = 0; i < 2 * MASKS; i++) {
         static const int32_t chunks[4] = { 64, 192, 0, 64 };
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
         outcome first, next;
-        int j;
         if (!h_case(i) || !h_variant(i % MASKS, (int)(i / MASKS))) continue;
         problem_shape(&p, 16 * 64 + h_range(&r, 1, 64), 2, 1, (int32_t)h_range(&r, 1, 70),
                       (int32_t)h_range(&r, 1, 70));
@@ -303,7 +295,7 @@ TEST(same_bits) {
         s.train = 1;
         describe_case(&p, &s);
         first = world_run(&p, &s);
-        for (j = 0; j < 4 && outcome_whole(&first); j++) {
+        for (int j = 0; j < 4 && outcome_whole(&first); j++) {
             s.ranks = j < 3 ? (int32_t)h_range(&r, 2, 4) : 1;
             s.chunk_tokens = chunks[j];
             s.call = j < 3 ? (int32_t)h_range(&r, CALL_FORWARD, CALL_JOIN) : CALL_ATTENTION;

@@ -10,11 +10,11 @@
 
 static void same_bits(const problem *p, const setup *s, const outcome *first, int promised) {
     outcome r;
-    int i, any = 1;
+    int any = 1;
     describe_case(p, s);
     r = world_run(p, s);
     if (outcome_whole(&r)) {
-        for (i = 0; i < s->ranks && s->call >= CALL_FORWARD && s->call <= CALL_JOIN; i++) {
+        for (int i = 0; i < s->ranks && s->call >= CALL_FORWARD && s->call <= CALL_JOIN; i++) {
             any &= r.report[i].forward.bits_any_ranks;
         }
         if (promised) CHECK(any);
@@ -63,12 +63,12 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa) {
 
 static void every_mask(int32_t isa) {
     static const int32_t layouts[2] = { RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG };
-    int64_t i, n = h_run.large ? 10 : 1;
+    int64_t n = h_run.large ? 10 : 1;
     if (!ra_isa_available(isa)) {
         h_skip("this machine does not have the instruction set");
         return;
     }
-    for (i = 0; i < 2 * MASKS * n; i++) {
+    for (int64_t i = 0; i < 2 * MASKS * n; i++) {
         int mask = (int)(i % MASKS), zigzag = (int)(i / MASKS % 2);
         if (h_variant(mask + isa, zigzag)) all_the_same(i, mask, layouts[zigzag], isa);
     }
@@ -84,9 +84,9 @@ TEST(every_mask_neon)   { every_mask(RA_ISA_NEON); }
 /* Any shape and layout at all: whatever says bits_any_ranks must keep to it. */
 TEST(whoever_promises_keeps) {
     wish w = { -1, 0, 0, -1, 4e5 };
-    int64_t i, n = h_run.large ? 5000 : 150;
-    int j, kept = 0;
-    for (i = 0; i < n; i++) {
+    int64_t n = h_run.large ? 5000 : 150;
+    int kept = 0;
+    for (int64_t i = 0; i < n; i++) {
         static const int kinds[4] = { L_CONTIGUOUS, L_ZIGZAG, L_CONTIGUOUS_W, L_ZIGZAG_W };
         h_rng r = h_case_rng(i);
         problem p;
@@ -108,7 +108,7 @@ TEST(whoever_promises_keeps) {
         first = world_run(&p, &one);
         if (outcome_whole(&first) && first.report[0].forward.bits_any_ranks) {
             same_bits(&p, &s, &first, 0);
-            for (j = 2; j <= 3; j++) {
+            for (int j = 2; j <= 3; j++) {
                 variant(&s, &r, j);
                 same_bits(&p, &s, &first, 0);
                 kept++;
@@ -157,19 +157,18 @@ TEST(other_orders_differ) {
  * the same. */
 TEST(rounds) {
     static const int worlds[5] = { 2, 3, 4, 5, 8 };
-    int64_t i, n = h_run.large ? 10 : 1;
-    int j, differ = 0;
-    for (i = 0; i < 2 * MASKS * n; i++) {
+    int64_t n = h_run.large ? 10 : 1;
+    int differ = 0;
+    for (int64_t i = 0; i < 2 * MASKS * n; i++) {
         const int P = worlds[i % 5], mask = (int)(i % MASKS), zigzag = (int)(i / MASKS % 2);
         h_rng r = h_case_rng(i);
         problem p;
-        setup s;
+        setup s = { 0 };
         outcome usual, first, again;
         size_t bytes;
         if (!h_case(i) || !h_variant(mask, zigzag)) continue;
         problem_of_blocks(&p, &r, mask, 2 * P + h_range(&r, 0, 3), RA_ISA_AUTO, 0);
         bytes = (size_t)(p.B * p.q_max * p.Hq * p.Dv) * 4;
-        memset(&s, 0, sizeof s);
         s.layout = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
         s.call = CALL_FORWARD;
         s.ranks = 1;
@@ -192,7 +191,7 @@ TEST(rounds) {
             CHECK_EQ(first.report[0].forward.bits_any_ranks, 0);
             CHECK_EQ(first.report[0].order, RA_ORDER_ROUNDS);
         }
-        for (j = 0; j < 4; j++) {
+        for (int j = 0; j < 4; j++) {
             variant(&s, &r, P);
             s.chunk_tokens = 128;
             describe_case(&p, &s);
@@ -218,18 +217,15 @@ TEST(lanes_of_pairs) {
     static uint16_t half[3][T * HQ * D + K * HKV * D];
     static uint8_t memory[(8 << 20) + 64];
     uint8_t *workspace = memory + (64 - (uintptr_t)memory % 64) % 64;
-    int64_t i, j;
     h_rng r = h_case_rng(0);
-    for (i = 0; i < T * HQ * D; i++) q[i] = h_normal(&r);
-    for (i = 0; i < K * HKV * D; i++) { k[i] = h_normal(&r); v[i] = h_normal(&r); }
+    for (int64_t i = 0; i < T * HQ * D; i++) q[i] = h_normal(&r);
+    for (int64_t i = 0; i < K * HKV * D; i++) { k[i] = h_normal(&r); v[i] = h_normal(&r); }
     ra_convert(half[0], RA_BF16, q, RA_F32, T * HQ * D);
     ra_convert(half[1], RA_BF16, k, RA_F32, K * HKV * D);
     ra_convert(half[2], RA_BF16, v, RA_F32, K * HKV * D);
-    for (i = 0; i < 2 * 3 * (RA_ISA_NEON + 1); i++) {
-        ra_desc d;
-        ra_tensors t;
-        memset(&d, 0, sizeof d);
-        memset(&t, 0, sizeof t);
+    for (int64_t i = 0; i < 2 * 3 * (RA_ISA_NEON + 1); i++) {
+        ra_desc d = { 0 };
+        ra_tensors t = { 0 };
         d.isa = (int32_t)(i / 6);
         if (!h_case(i) || !ra_isa_available(d.isa)) continue;
         d.tokens = h_range(&r, 5, T);
@@ -244,7 +240,7 @@ TEST(lanes_of_pairs) {
         t.v.data = i % 2 ? (void *)half[2] : v;
         t.o.data = o[0];
         t.lse.data = lse[0];
-        for (j = 0; j < 1 + i % 3; j++) {
+        for (int64_t j = 0; j < 1 + i % 3; j++) {
             CHECK_EQ(ra_attention(&d, &t, workspace, 8 << 20, (int)j, 1 + (int)(i % 3)), RA_OK);
         }
         t.o.data = o[1];

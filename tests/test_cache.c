@@ -79,8 +79,7 @@ static void script_free(script *s) {
 }
 
 static outcome outcome_new(const script *s) {
-    outcome x;
-    memset(&x, 0, sizeof x);
+    outcome x = { 0 };
     x.o = (float *)need((size_t)(q_size(s) * s->d.v_dim) * 4);
     x.lse = (float *)need((size_t)q_size(s) * 4);
     return x;
@@ -218,9 +217,8 @@ static int32_t page_of(const script *s, int32_t rank) {
 
 static pool pool_new(const script *s, const ra_cache *c, int32_t rank, int32_t page) {
     const ra_desc *d = &s->d;
-    pool x;
+    pool x = { 0 };
     h_rng r = h_case_rng(77 + rank);
-    memset(&x, 0, sizeof x);
     x.entries = (ra_cache_rows(c) + page - 1) / page;
     x.count = x.least = x.free = d->sequences * x.entries + 2;
     if (s->ring) {                     /* as many as the oldest new token may see, and a rollback */
@@ -311,10 +309,9 @@ static ra_status steps_of(const run *x, ra_cache *c, int32_t rank) {
     memset(k, 0xff, (size_t)(cells * kb));             /* NaN where nothing was stored */
     memset(v, 0xff, (size_t)(cells * vb));
     for (int32_t i = 0; i < s->steps && !end; i++) {
-        ra_tensors t;
+        ra_tensors t = { 0 };
         int64_t most = 0;
         ra_infer_report report;
-        memset(&t, 0, sizeof t);
         t.k.data = k;
         t.v.data = v;
         if (page) {
@@ -358,10 +355,9 @@ static ra_status on_rank(ra_world *world, int rank, void *user) {
     run *x = (run *)user;
     ra_desc d = x->s->d;
     ra_cache *c = NULL;
-    ra_error why;
+    ra_error why = { 0 };
     ra_transport net = *ra_world_transport(world, rank), zero;
     ra_status end;
-    memset(&why, 0, sizeof why);
     memset(&zero, 0, sizeof zero);
     zero.size = sizeof zero;
     zero.abi = RA_TRANSPORT_ABI;
@@ -384,8 +380,7 @@ static ra_status on_rank(ra_world *world, int rank, void *user) {
 
 static outcome script_run(const script *s, int32_t ranks) {
     outcome out = outcome_new(s);
-    run x;
-    memset(&x, 0, sizeof x);
+    run x = { 0 };
     x.s = s;
     x.out = &out;
     x.ranks = ranks;
@@ -486,8 +481,7 @@ static void grow(script *s, h_rng *r, int64_t prompt) {
 }
 
 static script script_new(int32_t hq, int32_t hkv, int32_t dim, int32_t dtype, int64_t kv_tokens) {
-    script s;
-    memset(&s, 0, sizeof s);
+    script s = { 0 };
     s.d = ra_desc_make(hq, hkv, dim, RA_F32, RA_MASK_CAUSAL);
     s.d.k_dtype = s.d.v_dtype = dtype;
     s.d.sequences = 1;
@@ -686,8 +680,7 @@ TEST(shared_prefixes_are_one_item) {
     ra_desc d = ra_desc_make(4, 4, 32, RA_F32, RA_MASK_CAUSAL);
     float *k = (float *)need(PAGES * 16 * 4 * 32 * 4), *q = (float *)need(2 * B * 4 * 32 * 4);
     ra_cache *c = NULL;
-    ra_tensors t;
-    memset(&t, 0, sizeof t);
+    ra_tensors t = { 0 };
     d.sequences = B;
     d.tokens = 1;
     d.kv_tokens = KEYS + 16;
@@ -726,10 +719,9 @@ TEST(threads_share_heads) {
     h_rng r = h_case_rng(0);
     ra_desc d = ra_desc_make(HEADS, HEADS, DIM, RA_F32, RA_MASK_CAUSAL);
     int steps[2] = { 0, 0 };
-    ra_tensors t;
+    ra_tensors t = { 0 };
     for (int i = 0; i < KEYS * HEADS * DIM; i++) k[i] = h_normal(&r);
     for (int i = 0; i < HEADS * DIM; i++) q[i] = h_normal(&r);
-    memset(&t, 0, sizeof t);
     d.tokens = 1;
     d.kv_tokens = KEYS;
     t.q.data = q;
@@ -978,8 +970,7 @@ static void *hand_main(void *arg) {
     const script *s = w->x->s;
     for (int32_t i = 0; i < s->steps; i++) {
         ra_status end = RA_AGAIN;
-        ra_infer_job job;
-        memset(&job, 0, sizeof job);
+        ra_infer_job job = { 0 };
         job.ticket = 1 + 3 * (uint64_t)i;
         job.tensors = &w->t[i];
         job.cached = s->cached[i];
@@ -1017,8 +1008,7 @@ static ra_status crew_steps(crew *w, float *k, float *v) {
     const script *s = w->x->s;
     const ra_desc *d = &s->d;
     int64_t *pos = (int64_t *)need((size_t)d->tokens * 8);
-    ra_tensors kv;
-    memset(&kv, 0, sizeof kv);
+    ra_tensors kv = { 0 };
     kv.k.data = k;
     kv.v.data = v;
     for (int32_t b = 0; b < d->sequences; b++)
@@ -1047,13 +1037,12 @@ static ra_status crew_steps(crew *w, float *k, float *v) {
 
 /* Of the threads 0 to threads - 1, number 1 never comes where there are three. */
 static ra_status crew_rank(ra_world *world, int rank, void *user) {
-    crew w;
+    crew w = { 0 };
     hand h[4];
     pthread_t id[4];
     int come[4], n = 0;
     ra_desc d;
     ra_status end;
-    memset(&w, 0, sizeof w);
     w.x = (const run *)user;
     w.rank = rank;
     d = w.x->s->d;
@@ -1088,7 +1077,7 @@ TEST(joined_threads) {
         h_rng r = h_case_rng(i);
         script s;
         outcome one, many;
-        run x;
+        run x = { 0 };
         if (!h_case(i)) continue;
         s = script_new(4, 2, 32, RA_F32, 500);
         s.d.sequences = 1 + (int32_t)(i % 2);
@@ -1096,7 +1085,6 @@ TEST(joined_threads) {
         grow(&s, &r, 200);
         one = script_run(&s, 1);
         many = outcome_new(&s);
-        memset(&x, 0, sizeof x);
         x.s = &s;
         x.out = &many;
         x.ranks = 1 + (int32_t)(i % 3);
@@ -1115,12 +1103,10 @@ TEST(joined_refusals) {
     script s = script_new(4, 2, 32, RA_F32, 100);
     static float room[128 * 2 * 32], q[4 * 32], o[4 * 32];
     int64_t cached = 100, fresh = 1;
-    ra_infer_job job;
+    ra_infer_job job = { 0 };
     ra_cache *c = NULL;
-    ra_tensors t;
+    ra_tensors t = { 0 };
     ra_status end;
-    memset(&t, 0, sizeof t);
-    memset(&job, 0, sizeof job);
     t.q.data = q; t.o.data = o; t.k.data = room; t.v.data = room;
     job.tensors = &t;
     job.cached = &cached;
@@ -1186,8 +1172,7 @@ TEST(ways_by_cost) {
     ra_desc d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
     ra_cache *c = NULL;
     ra_world *world = NULL;
-    ra_world_desc wd;
-    memset(&wd, 0, sizeof wd);
+    ra_world_desc wd = { 0 };
     wd.ranks = d.ranks = 4;
     d.tokens = 1024;
     d.kv_tokens = 1024 + 32768;
@@ -1214,14 +1199,12 @@ TEST(ways_by_cost) {
 TEST(refusals) {
     script s = script_new(4, 2, 32, RA_F32, 100);
     ra_desc d = s.d;
-    ra_cache_desc cd;
+    ra_cache_desc cd = { 0 };
     ra_error why;
     ra_cache *c = NULL;
-    ra_tensors t;
+    ra_tensors t = { 0 };
     int64_t cached = 0, fresh = 1;
     static float room[128 * 2 * 32], q[4 * 32], o[4 * 32];
-    memset(&cd, 0, sizeof cd);
-    memset(&t, 0, sizeof t);
     CHECK_EQ(create(&d, NULL, &why), RA_OK);
     d.kv_tokens = 0;
     CHECK_EQ(create(&d, NULL, &why), RA_E_UNSET);
@@ -1304,9 +1287,8 @@ static ra_status narrow_rank(ra_world *world, int rank, void *user) {
     ra_transport net = *x.below;
     script s = script_new(1, 1, 4, RA_F32, 2);
     ra_cache *c = NULL;
-    ra_tensors t;
+    ra_tensors t = { 0 };
     memset(room, 0, sizeof room);
-    memset(&t, 0, sizeof t);
     t.k.data = room[0]; t.v.data = room[1]; t.q.data = room[2]; t.o.data = room[3];
     s.d.tokens = 2;
     s.d.ranks = 2;
@@ -1330,8 +1312,7 @@ static ra_status narrow_rank(ra_world *world, int rank, void *user) {
 /* A cache is refused exactly if one of its messages is longer than the network takes, also those
  * that say where a rank keeps its own. */
 TEST(longest_messages) {
-    narrow_run wide, x;
-    memset(&wide, 0, sizeof wide);
+    narrow_run wide = { 0 }, x;
     wide.most = 4096;
     CHECK_EQ(ra_world_run(2, narrow_rank, &wide, NULL), RA_OK);
     CHECK(wide.end[0] == RA_OK && wide.end[1] == RA_OK && wide.longest[0] == wide.longest[1]);
@@ -1348,9 +1329,8 @@ TEST(longest_messages) {
 TEST(refused_page_tokens) {
     script s = script_new(4, 2, 32, RA_F32, 300);
     ra_desc d = s.d;
-    ra_error why;
+    ra_error why = { 0 };
     ra_plan *plan = NULL;
-    memset(&why, 0, sizeof why);
     d.error = &why;
     d.page_tokens = 24;
     CHECK_EQ(create(&d, NULL, &why), RA_E_RANGE);
@@ -1366,14 +1346,12 @@ TEST(refused_page_tokens) {
 TEST(refused_pages) {
     script s = script_new(4, 2, 32, RA_F32, 300);
     ra_desc d = s.d;
-    ra_error why;
+    ra_error why = { 0 };
     ra_cache *c = NULL;
-    ra_tensors t;
+    ra_tensors t = { 0 };
     int64_t cached = 60, fresh = 1;
     int32_t table[20];
     static float room[20][16][2][32], q[200 * 4 * 32], o[200 * 4 * 32];
-    memset(&t, 0, sizeof t);
-    memset(&why, 0, sizeof why);
     for (int i = 0; i < 20; i++) table[i] = i;
     d.error = &why;
     d.page_tokens = 16;
@@ -1435,12 +1413,11 @@ static ra_status clash_rank(ra_world *world, int rank, void *user) {
     clash *x = (clash *)user;
     script s = script_new(4, 2, 32, RA_F32, 200);
     ra_cache *c = NULL;
-    ra_tensors t;
+    ra_tensors t = { 0 };
     int64_t cached = 40, fresh = 40, until = ra_deadline_ms(20000);
     float *room = (float *)need(200 * 2 * 32 * 4), *q = (float *)need(200 * 4 * 32 * 8);
     ra_desc d = s.d;
     ra_status end;
-    memset(&t, 0, sizeof t);
     t.q.data = q; t.o.data = q + 200 * 4 * 32; t.k.data = room; t.v.data = room + 1;
     d.ranks = 2;
     d.rank = rank;
@@ -1468,7 +1445,7 @@ TEST(failures) {
     clash x;
     for (x.what = 0; x.what < 6; x.what++) {
         memset(x.end, 0, sizeof x.end);
-        snprintf(h_run.context, sizeof h_run.context, "what %d", x.what);
+        h_context("what %d", x.what);
         (void)ra_world_run(2, clash_rank, &x, NULL);
         if (x.what == 0) CHECK(x.end[0] == RA_E_MISMATCH || x.end[1] == RA_E_MISMATCH ||
                                x.end[0] == RA_E_TRUNC || x.end[1] == RA_E_TRUNC);
@@ -1530,10 +1507,9 @@ static ra_status ending_rank(ra_world *world, int rank, void *user) {
     float *room = (float *)need(BYTES);
     canceller by;
     pthread_t id;
-    ra_tensors t;
+    ra_tensors t = { 0 };
     ra_desc d = s.d;
     memset(room, 0, BYTES);
-    memset(&t, 0, sizeof t);
     t.k.data = room; t.v.data = room + ROWS; t.q.data = room + 2 * ROWS; t.o.data = room + 4 * ROWS;
     d.tokens = 200;
     d.ranks = 3;
@@ -1559,9 +1535,8 @@ static ra_status ending_rank(ra_world *world, int rank, void *user) {
 TEST(ends_in_place) {
     for (int i = 0; i < 5 * ENDS; i++) {
         h_rng r = h_case_rng(i);
-        ending x;
+        ending x = { 0 };
         if (!h_case(i)) continue;
-        memset(&x, 0, sizeof x);
         x.what = i % ENDS;
         x.spins = h_below(&r, 300);
         (void)ra_world_run(3, ending_rank, &x, NULL);
@@ -1583,11 +1558,10 @@ static ra_status unknown_rank(ra_world *world, int rank, void *user) {
     const int64_t cached = 0, fresh = 64;
     script s = script_new(4, 2, 32, RA_F32, 64);
     ra_cache *c;
-    ra_tensors t;
+    ra_tensors t = { 0 };
     ra_desc d = s.d;
     float *room = (float *)need(BYTES);
     memset(room, 0, BYTES);
-    memset(&t, 0, sizeof t);
     t.k.data = room; t.v.data = room + ROWS; t.q.data = room + 2 * ROWS; t.o.data = room + 4 * ROWS;
     d.tokens = 64;
     d.ranks = 2 + x->rests;

@@ -25,8 +25,7 @@ static float *floats(int64_t n, float value) {
 
 /* The descriptor of a problem on one rank in f32, for gradients if there is a d_o. */
 static ra_desc desc_of(const problem *p) {
-    ra_desc d;
-    memset(&d, 0, sizeof d);
+    ra_desc d = { 0 };
     d.sequences = p->B;
     d.q_heads = p->Hq; d.kv_heads = p->Hkv; d.k_dim = p->Dk; d.v_dim = p->Dv;
     d.q_dtype = p->q_dtype; d.k_dtype = p->k_dtype; d.v_dtype = p->v_dtype;
@@ -268,11 +267,9 @@ typedef struct tiny {
 
 static void tiny_make(tiny *x, int64_t tokens, int64_t keys) {
     memset(x, 0, sizeof *x);
-    x->d.q_heads = x->d.kv_heads = x->d.k_dim = x->d.v_dim = 1;
-    x->d.q_dtype = x->d.k_dtype = x->d.v_dtype = x->d.o_dtype = RA_F32;
+    x->d = ra_desc_make(1, 1, 1, RA_F32, RA_MASK_NONE);
     x->d.tokens = tokens;
     x->d.kv_tokens = keys;
-    x->d.mask.kind = RA_MASK_NONE;
     x->d.scores = RA_SCORE_BIAS;
     x->d.error = &x->e;
     x->t.q.data = x->q; x->t.k.data = x->k; x->t.v.data = x->v;
@@ -328,7 +325,7 @@ TEST(error_of_f32) {
         const int64_t *shape = shapes[turn % 7];
         problem p;
         ra_desc d;
-        ra_tensors t;
+        ra_tensors t = { 0 };
         truth right;
         block w;
         float *o;
@@ -341,7 +338,6 @@ TEST(error_of_f32) {
         d = desc_of(&p);
         d.isa = isa;
         o = floats(p.q_max * p.Dv, 0);
-        memset(&t, 0, sizeof t);
         t.q.data = p.q; t.k.data = p.k; t.v.data = p.v; t.o.data = o;
         w = block_new(ra_attention_bytes(&d, 1), 0xA5);
         CHECK_EQ(ra_attention(&d, &t, w.at, w.bytes, 0, 1), RA_OK);
@@ -399,11 +395,9 @@ TEST(rows_that_fit_the_stack) {
     static uint8_t room[32 * 1024 * 4];
     static float q[32 * 1024], o[32 * 1024];
     for (int i = 0; i < 5; i++) for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) {
-        ra_desc d;
-        ra_tensors t;
+        ra_desc d = { 0 };
+        ra_tensors t = { 0 };
         if (!ra_isa_available(isa)) continue;
-        memset(&d, 0, sizeof d);
-        memset(&t, 0, sizeof t);
         d.tokens = 32;
         d.q_heads = d.kv_heads = 1;
         d.k_dim = d.v_dim = i ? 128 : 256;
@@ -424,8 +418,7 @@ TEST(rows_that_fit_the_stack) {
 TEST(hidden_heads_on_any_threads) {
     static float q[2][64], k[64][2][64], o[2][2][64], bias[2][64];
     ra_desc d = ra_desc_make(2, 2, 64, RA_F32, RA_MASK_CAUSAL);
-    ra_tensors t;
-    memset(&t, 0, sizeof t);
+    ra_tensors t = { 0 };
     for (int i = 0; i < 64; i++) {
         q[0][i] = q[1][i] = 1;
         bias[0][i] = -HUGE_VALF;
@@ -458,15 +451,11 @@ TEST(array_tokens_say_nothing) {
     ra_plan_report first[2], report;
     memset(first, 0, sizeof first);
     for (int i = 0; i < 6; i++) {
-        ra_desc d;
+        ra_desc d = ra_desc_make(1, 1, 1, RA_F32, RA_MASK_CAUSAL);
         ra_plan *plan = NULL;
-        memset(&d, 0, sizeof d);
         d.ranks = 2;
         d.rank = i & 1;
         d.tokens = tokens[i / 2];
-        d.q_heads = d.kv_heads = d.k_dim = d.v_dim = 1;
-        d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
-        d.mask.kind = RA_MASK_CAUSAL;
         d.layout.kind = RA_LAYOUT_ARRAY;
         d.layout.q_rows = rows;
         CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
@@ -693,13 +682,12 @@ static ra_status hall_rank(ra_world *of, int rank, void *user) {
     const int striped = h->layout == RA_LAYOUT_STRIPED;
     const int64_t row = h->x.p.Hq * 8 * 4, batch = h->x.p.q_max * row;
     ra_desc d = h->x.d;
-    ra_tensors t;
+    ra_tensors t = { 0 };
     ra_plan *plan = NULL;
     ra_run run = { 0, 0, 0 };
     ra_in *in[3];
     ra_status s;
     int64_t first;
-    memset(&t, 0, sizeof t);
     d.ranks = 3;
     d.rank = rank;
     d.layout.kind = h->layout;

@@ -28,8 +28,7 @@ typedef struct team {
 static void team_plans(team *t) {
     for (int r = 0; r < t->s.d.ranks; r++) {
         ra_desc d = t->s.d;
-        ra_error e;
-        memset(&e, 0, sizeof e);
+        ra_error e = { 0 };
         d.rank = r;
         d.error = &e;
         if (!CHECK_EQ(ra_plan_create(&t->plan[r], &d, NULL), RA_OK))
@@ -97,9 +96,8 @@ static void *step_to_the_end(void *arg) {
 static ra_status pass_with_threads(team *t, ra_ring *ring, int rank) {
     stepper s[8];
     pthread_t id[8];
-    ra_job job;
+    ra_job job = { 0 };
     ra_status status;
-    memset(&job, 0, sizeof job);
     job.plan = t->plan[rank];
     job.tensors = &t->part[rank].t;
     if (t->deadline_ms) job.deadline_ns = ra_deadline_ms(t->deadline_ms);
@@ -234,7 +232,7 @@ TEST(llm_c) {
     small *s;
     float *inp, *out, *lse;
     ra_desc d;
-    ra_tensors t;
+    ra_tensors t = { 0 };
     seed_case(0);
     s = one_rank(B, T, T, 0, shape);
     small_data(s);
@@ -251,7 +249,6 @@ TEST(llm_c) {
     d.ranks = 0;
     d.kv_tokens = 0;
     d.threads = 3;
-    memset(&t, 0, sizeof t);
     t.q.data = inp;
     t.q.token_stride = 3 * C * 4;
     t.k = t.v = t.q;
@@ -282,7 +279,7 @@ TEST(ggml_strides) {
     uint8_t *q, *k, *v;
     float *out;
     ra_desc d;
-    ra_tensors t;
+    ra_tensors t = { 0 };
     seed_case(0);
     s = one_rank(B, T, T, 0, shape);
     small_data(s);
@@ -304,7 +301,6 @@ TEST(ggml_strides) {
             }
         }
     d = s->d;
-    memset(&t, 0, sizeof t);
     t.q.data = q; t.q.token_stride = NB1; t.q.head_stride = T * NB1; t.q.batch_stride = H * T * NB1;
     t.k.data = k; t.k.token_stride = NB1; t.k.head_stride = T * NB1; t.k.batch_stride = K * T * NB1;
     t.v = t.k;
@@ -332,7 +328,7 @@ TEST(mla_cache) {
         uint16_t *cache;
         float *out;
         ra_desc d;
-        ra_tensors t;
+        ra_tensors t = { 0 };
         seed_case(T);
         s = one_rank(1, T, CACHED, CACHED - T, shape);
         s->p.v_in_k = 1;
@@ -343,7 +339,6 @@ TEST(mla_cache) {
         out = (float *)small_memory((size_t)T * 16 * 512 * 4);
         for (int i = 0; i < CACHED * 576; i++) dtype_store(cache + i, s->p.k[i], RA_F16);
         d = s->d;
-        memset(&t, 0, sizeof t);
         t.q.data = s->p.q;
         t.k.data = cache;
         t.o.data = out;
@@ -406,8 +401,7 @@ static void *hand_main(void *arg) {
         ra_tensors tensors = t->part[x->rank].t;
         float *out = c->out[x->rank] + layer * c->floats;
         ra_status s = RA_AGAIN;
-        ra_job job;
-        memset(&job, 0, sizeof job);
+        ra_job job = { 0 };
         tensors.o.data = out;
         job.ticket = 1u + (uint64_t)layer * 3u + (uint64_t)(layer / 100);
         job.plan = t->plan[x->rank];
@@ -462,14 +456,12 @@ static void crew_run(crew *c) {
     pthread_t id[2 * CREW];
     hand hands[2 * CREW];
     ra_world *world = NULL;
-    ra_world_desc wd;
+    ra_world_desc wd = { 0 };
     int n = 0;
-    memset(&wd, 0, sizeof wd);
     wd.ranks = c->ranks;
     CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
     for (int r = 0; r < c->ranks; r++) {
-        ra_ring_desc rd;
-        memset(&rd, 0, sizeof rd);
+        ra_ring_desc rd = { 0 };
         rd.workspace_bytes = 1 << 20;
         rd.watchdog_ns = 10000000000;
         CHECK_EQ(ra_ring_create(&c->ring[r], c->team[0]->plan[r], ra_world_transport(world, r),
@@ -506,8 +498,7 @@ static void crew_run(crew *c) {
 /* Rising tickets, no barrier, eight threads: late ones, absent ones, some that leave early. */
 TEST(join_by_ticket) {
     for (int k = 0; k < 4; k++) {
-        crew c;
-        memset(&c, 0, sizeof c);
+        crew c = { 0 };
         seed_case(k);
         c.ranks = k < 2 ? 1 : 2;
         c.threads = k < 2 ? CREW : 4;
@@ -522,8 +513,7 @@ TEST(join_by_ticket) {
  * A stand-in for MPI between threads: nothing is held, so a send ends when its receive has the
  * bytes. */
 static mail_desc office_desc(int ranks, int level, uint32_t caps) {
-    mail_desc d;
-    memset(&d, 0, sizeof d);
+    mail_desc d = { 0 };
     d.ranks = ranks;
     d.level = level;
     d.caps = caps;
@@ -584,14 +574,13 @@ TEST(wrapped_world) {
         team *t;
         ra_transport net[MAX_RANKS];
         ra_world *world = NULL;
-        ra_world_desc wd;
+        ra_world_desc wd = { 0 };
         uint8_t *o[MAX_RANKS];
         int ranks = world_sizes[i % 5];
         if (!h_case(i)) continue;
         seed_case(i);
         t = team_new(ranks, small_range(1, 300), small_range(1, 2));
         team_plans(t);
-        memset(&wd, 0, sizeof wd);
         wd.ranks = ranks;
         CHECK_EQ(ra_world_run(ranks, live_in_world, t, NULL), RA_OK);
         for (int r = 0; r < ranks; r++) {
@@ -835,18 +824,15 @@ TEST(cancel_from_another_thread) {
     for (int ranks = 1; ranks <= 2; ranks++) {
         team *t = (seed_case(ranks), team_full(ranks, 2000, 1));
         ra_world *world = NULL;
-        ra_world_desc wd;
-        ra_ring_desc rd;
+        ra_world_desc wd = { 0 };
+        ra_ring_desc rd = { 0 };
         ra_ring *ring = NULL;
         ra_failure f;
         pthread_t id;
-        brake b;
+        brake b = { 0 };
         team_plans(t);
-        memset(&wd, 0, sizeof wd);
         wd.ranks = ranks;
         CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
-        memset(&b, 0, sizeof b);
-        memset(&rd, 0, sizeof rd);
         rd.progress = brake_progress;
         rd.progress_ctx = &b;
         CHECK_EQ(ra_ring_create(&ring, t->plan[0], ra_world_transport(world, 0), &rd), RA_OK);
@@ -879,8 +865,7 @@ static ra_status misbehave(ra_world *world, int rank, void *user) {
     }
     if (t->how == HOW_CANCEL) {
         ra_ring *ring = NULL;
-        ra_job job;
-        memset(&job, 0, sizeof job);
+        ra_job job = { 0 };
         job.plan = t->plan[rank];
         job.tensors = &t->part[rank].t;
         if (ra_ring_create(&ring, t->plan[rank], ra_world_transport(world, rank), NULL))
@@ -913,8 +898,7 @@ TEST(one_rank_fails) {
             if (i >= HOWS * 2) { team_free(t); continue; }
             t->deadline_ms = 20;
         }
-        snprintf(h_run.context, sizeof h_run.context, "P %d threads %d rank %d how %d",
-                 t->s.d.ranks, t->stepping, t->broken, t->how);
+        h_context("P %d threads %d rank %d how %d", t->s.d.ranks, t->stepping, t->broken, t->how);
         team_plans(t);
         all = ra_world_run(t->s.d.ranks, misbehave, t, NULL);
         if (t->how == HOW_BEFORE) CHECK_EQ(all, RA_E_IO);
@@ -926,8 +910,7 @@ TEST(one_rank_fails) {
         for (int r = 0; r < t->s.d.ranks; r++) {
             int s = t->status[r], told = s == RA_E_ABORTED || s == RA_E_PEER;
             if (r == t->broken) continue;
-            snprintf(h_run.context, sizeof h_run.context, "how %d rank %d: %s (rank %d)", t->how,
-                     r, ra_status_text(s), t->broken);
+            h_context("how %d rank %d: %s (rank %d)", t->how, r, ra_status_text(s), t->broken);
             if (t->how == HOW_AFTER) CHECK(s == RA_OK || s == RA_E_ABORTED);
             else if (t->how == HOW_DEADLINE) CHECK(s == RA_E_TIMEOUT || told);
             else if (t->how == HOW_NEVER_OK) CHECK(s == RA_E_PEER || s == RA_E_ABORTED);

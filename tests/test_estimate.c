@@ -7,8 +7,7 @@
 
 /* Multi-head attention as the paper has it: 32 heads of 128, 2 bytes an element, not causal. */
 static ra_model mha(void) {
-    ra_model m;
-    memset(&m, 0, sizeof m);
+    ra_model m = { 0 };
     m.layers = 32;
     m.q_heads = m.kv_heads = 32;
     m.head_dim = 128;
@@ -23,8 +22,7 @@ static ra_hardware device(int32_t hw, int32_t net, int64_t devices) {
 }
 
 static ra_estimate_result estimate(const ra_hardware *hw, const ra_model *m) {
-    ra_estimate_result r;
-    memset(&r, 0, sizeof r);
+    ra_estimate_result r = { 0 };
     CHECK_EQ(ra_estimate(hw, m, &r), RA_OK);
     return r;
 }
@@ -32,7 +30,7 @@ static ra_estimate_result estimate(const ra_hardware *hw, const ra_model *m) {
 /* Equal except for rounding in double precision. */
 static int near(double got, double want) {
     const double far = fabs(got - want), tolerance = 1e-12 * fabs(want);
-    snprintf(h_run.context, sizeof h_run.context, "got %.17g, expected %.17g", got, want);
+    h_context("got %.17g, expected %.17g", got, want);
     return far <= tolerance;
 }
 
@@ -314,7 +312,7 @@ TEST(refusals) {
         if (f->kind == 'd') memcpy(base + f->offset, &f->value, sizeof f->value);
         if (f->kind == 'q') memcpy(base + f->offset, &q, sizeof q);
         if (f->kind == 'i') memcpy(base + f->offset, &narrow, sizeof narrow);
-        snprintf(h_run.context, sizeof h_run.context, "%s = %g", f->field, f->value);
+        h_context("%s = %g", f->field, f->value);
         refused(&hw, &m, f->status, f->field);
     }
 }
@@ -333,8 +331,7 @@ TEST(not_finite) {
             ra_error e;
             m.error = &e;
             memcpy((unsigned char *)&hw + fields[i].offset, &bits[k], sizeof bits[k]);
-            snprintf(h_run.context, sizeof h_run.context, "%s = %llx", fields[i].field,
-                     (unsigned long long)bits[k]);
+            h_context("%s = %llx", fields[i].field, (unsigned long long)bits[k]);
             refused(&hw, &m, RA_E_RANGE, fields[i].field);
         }
     }
@@ -343,13 +340,11 @@ TEST(not_finite) {
 TEST(null_arguments) {
     const ra_hardware hw = device(RA_HW_A100_NVLINK, RA_NET_NONE, 8);
     ra_model m = mha();
-    ra_error e;
-    ra_estimate_result r;
-    memset(&r, 0, sizeof r);
+    ra_error e = { 0 };
+    ra_estimate_result r = { 0 };
     CHECK_EQ(ra_estimate(&hw, NULL, &r), RA_E_NULL);
     CHECK_EQ(ra_estimate(NULL, &m, &r), RA_E_NULL);
     CHECK_EQ(ra_estimate(&hw, &m, NULL), RA_E_NULL);
-    memset(&e, 0, sizeof e);
     m.error = &e;
     CHECK_EQ(ra_estimate(NULL, &m, &r), RA_E_NULL);
     CHECK(e.status == RA_E_NULL && strcmp(e.field, "hw") == 0);

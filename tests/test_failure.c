@@ -22,15 +22,11 @@ typedef struct rig {
 } rig;
 
 static void rig_desc(ra_desc *d, int ranks, int64_t tokens, int threads) {
-    memset(d, 0, sizeof *d);
+    *d = ra_desc_make(HEADS, HEADS, DIM, RA_F32, RA_MASK_NONE);
     d->ranks = ranks;
     d->threads = threads;
     d->tokens = tokens;
-    d->q_heads = d->kv_heads = HEADS;
-    d->k_dim = d->v_dim = DIM;
-    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
     d->chunk_tokens = 64;
-    d->mask.kind = RA_MASK_NONE;
     d->layout.kind = RA_LAYOUT_CONTIGUOUS;
 }
 
@@ -86,8 +82,7 @@ static void rig_check(const rig *g) {
 }
 
 static ra_job rig_job(const rig *g, int rank) {
-    ra_job job;
-    memset(&job, 0, sizeof job);
+    ra_job job = { 0 };
     job.plan = g->plan[rank];
     job.tensors = &g->t[rank];
     return job;
@@ -96,8 +91,7 @@ static ra_job rig_job(const rig *g, int rank) {
 /* -------------------------------------------------------------------------- a memory network */
 
 static mail_net *network_open(const rig *g, uint32_t caps, void *shared) {
-    mail_desc d;
-    memset(&d, 0, sizeof d);
+    mail_desc d = { 0 };
     d.ranks = g->d.ranks;
     d.level = 1;
     d.holds = 1;
@@ -124,10 +118,9 @@ static void step_all(ra_ring *const *ring, int ranks, ra_status *status) {
 
 static ra_status one_rank(rig *g, mail_net *all, int rank, ra_failure *why) {
     ra_ring *ring = NULL;
-    ra_ring_desc rd;
+    ra_ring_desc rd = { 0 };
     ra_transport net = mail_transport(all, rank);
     ra_status s;
-    memset(&rd, 0, sizeof rd);
     s = ra_ring_create(&ring, g->plan[rank], &net, &rd);
     if (s) return s;
     s = ra_forward(g->plan[rank], ring, &g->t[rank], RA_NO_DEADLINE);
@@ -147,12 +140,11 @@ TEST(shared_between_processes) {
     void *shared = mmap(NULL, MAIL_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
                         0);
     mail_net *all = shared == MAP_FAILED ? NULL : network_open(g, RA_CAP_SHARED, shared);
-    ra_failure why;
+    ra_failure why = { 0 };
     ra_status s;
     pid_t child;
     int ended = 0;
     if (!all) abort();
-    memset(&why, 0, sizeof why);
     fflush(stdout);
     child = fork();
     if (child < 0) abort();
@@ -268,13 +260,12 @@ static void one_clock(const rig *g, int64_t *clock, const ra_ring_desc *times, i
     alarm_call a = { 0, 0 };
     ra_ring_desc rd = *times;
     ra_ring *ring = NULL;
-    ra_transport net;
+    ra_transport net = { 0 };
     ra_job job = rig_job(g, 0);
     int64_t before, left = rd.watchdog_ns, now = clock ? *clock : ra_now_ns();
     ra_status s;
     rd.clock_ns = clock ? still_clock : NULL;
     rd.clock_ctx = clock;
-    memset(&net, 0, sizeof net);
     net.size = (uint32_t)sizeof net;
     net.abi = RA_TRANSPORT_ABI;
     net.caps = RA_CAP_DEADLINE;
@@ -303,16 +294,14 @@ TEST(failed_exchange_names_what_was_due) {
     for (int order = 0; order <= RA_ORDER_ROUNDS; order += RA_ORDER_ROUNDS) {
         rig *g = rig_new(2, 256, 1);
         alarm_call a = { 0, 0 };
-        ra_ring_desc rd;
+        ra_ring_desc rd = { 0 };
         ra_ring *ring = NULL;
-        ra_transport net;
+        ra_transport net = { 0 };
         ra_desc d = g->d;
         ra_plan *plan = NULL;
         ra_failure f;
         d.order = order;
-        memset(&rd, 0, sizeof rd);
         rd.trust_plans = 1;            /* no hello comes first */
-        memset(&net, 0, sizeof net);
         net.size = (uint32_t)sizeof net;
         net.abi = RA_TRANSPORT_ABI;
         net.ctx = &a;
@@ -337,8 +326,7 @@ TEST(deadlines_on_another_clock) {
     static const int64_t longest[3] = { 5000000000, 1, INT64_MAX };
     for (int i = 0; i < 3; i++) {
         int64_t clock[6] = { 0, 1, 0, INT64_MAX - 5, -5, INT64_MIN };
-        ra_ring_desc rd;
-        memset(&rd, 0, sizeof rd);
+        ra_ring_desc rd = { 0 };
         rd.watchdog_ns = rd.quiesce_ns = longest[i];
         clock[0] = ra_now_ns() + YEARS;
         clock[2] = ra_now_ns() - YEARS;
@@ -377,12 +365,10 @@ TEST(quiesce_of_the_world_on_another_clock) {
     for (int i = 0; i < 4; i++) {
         int64_t clock = ra_now_ns() + (i % 2 ? YEARS : -YEARS);
         ra_world *world = NULL;
-        ra_world_desc wd;
-        ra_ring_desc rd;
+        ra_world_desc wd = { 0 };
+        ra_ring_desc rd = { 0 };
         ra_ring *ring, *other;
         pthread_t id;
-        memset(&wd, 0, sizeof wd);
-        memset(&rd, 0, sizeof rd);
         wd.ranks = 2;
         rd.clock_ns = still_clock;
         rd.clock_ctx = &clock;
@@ -418,13 +404,11 @@ TEST(world_waits_for_no_rank_that_rests) {
     rig *g = rig_new(3, 384, 1);
     for (int i = 0; i < WAYS; i++) {
         ra_world *world = NULL;
-        ra_world_desc wd;
-        ra_ring_desc rd;
+        ra_world_desc wd = { 0 };
+        ra_ring_desc rd = { 0 };
         ra_ring *ring[3];
         ra_job job[3];
         ra_status s[3];
-        memset(&wd, 0, sizeof wd);
-        memset(&rd, 0, sizeof rd);
         wd.ranks = 3;
         rd.quiesce_ns = 50000000;      /* of all of which it would wait, to leak its ring then */
         CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
@@ -464,12 +448,10 @@ static ra_status refetched(void *ctx, int64_t pass, int32_t rank, ra_tensors *t)
 static void resumes(const rig *g, ra_world *world, int fetches) {
     static const int32_t survivors[2] = { 0, 1 };
     ra_world *before = NULL;
-    ra_world_desc wd;
-    ra_resume_desc xd;
+    ra_world_desc wd = { 0 };
+    ra_resume_desc xd = { 0 };
     ra_ring *ring[2];
     ra_status s[2];
-    memset(&wd, 0, sizeof wd);
-    memset(&xd, 0, sizeof xd);
     wd.ranks = 3;
     CHECK_EQ(ra_world_create(&before, &wd), RA_OK);
     for (int r = 0; r < 2; r++) ring[r] = under_way(g, before, r, NULL);
@@ -499,13 +481,11 @@ TEST(world_rests_after_any_pass) {
     rig *g = rig_new(2, 256, 1), *three = rig_new(3, 384, 1);
     for (int i = 0; i < WAYS; i++) {
         ra_world *world = NULL;
-        ra_world_desc wd;
-        ra_ring_desc rd;
+        ra_world_desc wd = { 0 };
+        ra_ring_desc rd = { 0 };
         ra_ring *ring[2];
         ra_job job[2];
         ra_status s[2];
-        memset(&wd, 0, sizeof wd);
-        memset(&rd, 0, sizeof rd);
         wd.ranks = 2;
         rd.quiesce_ns = 50000000;      /* of all of which it would wait */
         CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
@@ -540,9 +520,8 @@ typedef struct small_cache {
 
 static void small_cache_open(small_cache *c, const rig *g, ra_world *world, int rank) {
     ra_desc d = g->d;
-    ra_cache_desc cd;
+    ra_cache_desc cd = { 0 };
     memset(c, 0, sizeof *c);
-    memset(&cd, 0, sizeof cd);
     d.rank = rank;
     d.tokens = 1;
     d.kv_tokens = 64;
@@ -564,13 +543,12 @@ static void small_cache_open(small_cache *c, const rig *g, ra_world *world, int 
 TEST(world_passes_take_turns) {
     rig *g = rig_new(2, 256, 1);
     ra_world *world = NULL;
-    ra_world_desc wd;
+    ra_world_desc wd = { 0 };
     ra_ring *a[2], *b[2];
     ra_job job[2];
     ra_status s[2] = { RA_AGAIN, RA_AGAIN };
     ra_ring_counters now;
     small_cache c[2];
-    memset(&wd, 0, sizeof wd);
     wd.ranks = 2;
     CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
     for (int r = 0; r < 2; r++) {
@@ -700,9 +678,10 @@ TEST(default_watchdog) {
         for (int back = 0; back < 2; back++) {
             most = most_tiles(plan, back);
             got = hook_patience(plan, back ? RA_PASS_BACKWARD : RA_PASS_FORWARD, 10, 32000) / 2000;
-            snprintf(h_run.context, sizeof h_run.context, "%lld tokens, %d ranks, layout %d, mask "
-                     "%d: most %lld tiles, patience of %lld", (long long)d.tokens, d.ranks,
-                     d.layout.kind, mask, (long long)most, (long long)got);
+            h_context("%lld tokens, %d ranks, layout %d, mask "
+                      "%d: most %lld tiles, patience of %lld",
+                      (long long)d.tokens, d.ranks, d.layout.kind, mask, (long long)most,
+                      (long long)got);
             CHECK(got >= most);
             if (resolved.backward_travel == RA_TRAVEL_Q && back) continue;
             /* A block of a stripe is as long as `ranks` blocks of positions. */
@@ -732,8 +711,7 @@ TEST(default_watchdog_of_many_ranks) {
         looks = hook_asserts;
         CHECK(hook_patience(plan, RA_PASS_FORWARD, 0, 0) > 0);
         looks = hook_asserts - looks;
-        snprintf(h_run.context, sizeof h_run.context, "array %d: %lld looks", array,
-                 (long long)looks);
+        h_context("array %d: %lld looks", array, (long long)looks);
         CHECK(looks <= 2 * MANY);
         ra_plan_destroy(plan);
     }
@@ -899,8 +877,7 @@ TEST(steps_poll) {
     pair x;
     grads y;
     ra_status s[2];
-    ra_ring_desc rd;
-    memset(&rd, 0, sizeof rd);
+    ra_ring_desc rd = { 0 };
     x.g = rig_new(2, 2048, 1);
     x.g->d.chunk_tokens = 1024;
     x.g->d.train = 1;
@@ -951,12 +928,11 @@ static int short_poll(void *ctx, ra_transport_op *const *ops, int n) {
 TEST(short_messages_name_what_differs) {
     for (int way = SHORT_ERROR; way <= SHORT_ODD; way++) {
         pair x;
-        ra_ring_desc rd;
+        ra_ring_desc rd = { 0 };
         ra_failure f;
         ra_desc d;
         ra_status s[2] = { RA_AGAIN, RA_AGAIN };
         int named = way == SHORT_DONE || way == SHORT_ERROR_AND_BYTES;
-        memset(&rd, 0, sizeof rd);
         rd.trust_plans = 1;
         x.g = rig_new(2, 256, 1);
         d = x.g->d;
@@ -1067,11 +1043,10 @@ TEST(sentences_are_whole) {
 TEST(first_failure_stays) {
     for (int passes = 0; passes < 3; passes++) {
         pair x;
-        ra_ring_desc rd;
+        ra_ring_desc rd = { 0 };
         ra_failure f;
         ra_job job;
         ra_status s;
-        memset(&rd, 0, sizeof rd);
         x.g = rig_new(2, 256, 1);
         pair_open(&x, &rd);
         for (int i = 0; i < passes; i++) pair_pass(&x, RA_PASS_FORWARD);
@@ -1182,14 +1157,12 @@ static void fail_beside(guard *x) {
  * transport learns it from the one that sleeps, once it is back. */
 TEST(quiesce_waits_for_wait) {
     rig *g = rig_new(2, 256, 2);
-    guard x;
+    guard x = { 0 };
     ra_world *world = NULL;
-    ra_world_desc wd;
+    ra_world_desc wd = { 0 };
     ra_ring *ring = NULL;
     ra_transport net;
     ra_job job = rig_job(g, 0);
-    memset(&wd, 0, sizeof wd);
-    memset(&x, 0, sizeof x);
     wd.ranks = 2;
     CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
     net = guard_transport(&x, ra_world_transport(world, 0));
@@ -1247,14 +1220,12 @@ static void crew_run(crew *c) {
     pthread_t id[2 * CREW];
     hand hands[2 * CREW];
     ra_world *world = NULL;
-    ra_world_desc wd;
+    ra_world_desc wd = { 0 };
     ra_transport net[2];
-    memset(&wd, 0, sizeof wd);
     wd.ranks = 2;
     CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
     for (int r = 0; r < 2; r++) {
-        ra_ring_desc rd;
-        memset(&rd, 0, sizeof rd);
+        ra_ring_desc rd = { 0 };
         rd.trace = crew_event;
         rd.trace_ctx = c;
         net[r] = guard_transport(&c->x[r], ra_world_transport(world, r));
@@ -1281,9 +1252,8 @@ static void crew_run(crew *c) {
 /* Several threads per rank, in steps and in waits, with failures at every place. */
 TEST(calls_never_overlap) {
     for (int64_t i = 0; i < 120; i++) {
-        crew c;
+        crew c = { 0 };
         if (!h_case(i)) continue;
-        memset(&c, 0, sizeof c);
         c.g = rig_new(2, 256, CREW);
         c.passes = 6;
         c.how = i % 10 == 0 ? 0 : i % 10 == 9 ? 2 : 1;
@@ -1313,13 +1283,11 @@ static int64_t late_now(void *ctx) {
 TEST(no_failure_after_the_end) {
     rig *g = rig_new(1, 256, 2);
     ra_ring *ring = NULL;
-    ra_ring_desc rd;
+    ra_ring_desc rd = { 0 };
     ra_failure f;
-    late_clock x;
+    late_clock x = { 0 };
     ra_job job = rig_job(g, 0);
     ra_status s;
-    memset(&rd, 0, sizeof rd);
-    memset(&x, 0, sizeof x);
     x.now = 1;
     rd.clock_ns = late_now;
     rd.clock_ctx = &x;
@@ -1351,10 +1319,9 @@ static void leave_rank_0(void) { ra_world_leave(left_world, 0, RA_OK); }
 TEST(leave_beside_a_post) {
     for (int kind = RA_MSG_SEND; kind <= RA_MSG_RECV; kind++) {
         const ra_transport *t;
-        ra_world_desc wd;
+        ra_world_desc wd = { 0 };
         ra_transport_op op[2], *list[1];
         char bytes[2][64];
-        memset(&wd, 0, sizeof wd);
         memset(bytes, 0, sizeof bytes);
         wd.ranks = 2;
         CHECK_EQ(ra_world_create(&left_world, &wd), RA_OK);
@@ -1382,8 +1349,7 @@ TEST(leave_beside_a_post) {
 /* A pair whose backward pass sends queries. O and dO are small enough for the products of their
  * elements to be denormal, weights are nearly 0 or 1, and K is large enough to show it in dQ. */
 static void q_pair(pair *x, grads *y, int threads) {
-    ra_ring_desc rd;
-    memset(&rd, 0, sizeof rd);
+    ra_ring_desc rd = { 0 };
     memset(x, 0, sizeof *x);
     x->g = rig_new(2, 256, threads);
     grads_new(y, x->g);
@@ -1499,12 +1465,10 @@ static void pieces_put(void) {
 enum { PIECES_FORWARD, PIECES_SUMS, PIECES_PACKED, PIECES_HANDED };
 
 static void pieces_pass(int travel, int how) {
-    pair x;
+    pair x = { 0 };
     grads y;
     ra_status s[2];
-    ra_ring_desc rd;
-    memset(&rd, 0, sizeof rd);
-    memset(&x, 0, sizeof x);
+    ra_ring_desc rd = { 0 };
     rd.checksums = how == PIECES_SUMS;
     rd.watchdog_ns = (int64_t)1 << 60;
     x.g = rig_new(2, 2048, 1);
@@ -1577,11 +1541,10 @@ static int one_death(const rig *g, int passes, int steps) {
     ra_transport net[2];
     ra_event e[RA_EVENTS + 1], few[5];
     ra_failure why;
-    ra_ring_desc rd;
+    ra_ring_desc rd = { 0 };
     listener ear = { NULL, 0, 0 };
     int64_t clock = 0;
     int n = 0, open = -1;
-    memset(&rd, 0, sizeof rd);
     rd.clock_ns = counting_clock;
     rd.clock_ctx = &clock;
     rd.trace_ctx = &ear;
@@ -1649,8 +1612,7 @@ TEST(events_name_what_is_missing) {
 
 TEST(events_as_text) {
     char text[RA_TEXT_BYTES];
-    ra_event e;
-    memset(&e, 0, sizeof e);
+    ra_event e = { 0 };
     e.kind = RA_EV_POST_RECV;
     e.rank = 3;
     e.peer = 2;
@@ -1681,8 +1643,7 @@ enum { WRITERS = 3 };
 typedef struct writer { ra_ring *ring; int which; int64_t events, torn; } writer;
 
 static ra_event numbered_event(int which, int64_t number) {
-    ra_event e;
-    memset(&e, 0, sizeof e);
+    ra_event e = { 0 };
     e.kind = number % 3 ? RA_EV_FOLD : RA_EV_WAIT;
     e.rank = e.thread = e.peer = e.origin = which;
     e.pass = e.chunk = e.q_row = e.q_rows = e.head = e.begin_ns = e.bytes = e.tiles = number;
@@ -1748,8 +1709,7 @@ static void *give_up(void *arg) {
 }
 
 static ra_transport_op op_of(int kind, int peer, int channel, uint64_t *buf) {
-    ra_transport_op op;
-    memset(&op, 0, sizeof op);
+    ra_transport_op op = { 0 };
     op.kind = (uint8_t)kind;
     op.channel = (uint8_t)channel;
     op.peer = peer;
@@ -1763,11 +1723,10 @@ static ra_transport_op op_of(int kind, int peer, int channel, uint64_t *buf) {
 TEST(ops_are_taken_back_from_the_last) {
     uint64_t got[3] = { 0, 0, 0 }, sent = 7;
     ra_transport_op in[3], out = op_of(RA_MSG_SEND, 0, 0, &sent);
-    ra_world_desc wd;
+    ra_world_desc wd = { 0 };
     ra_world *world;
     pthread_t thread;
     giver_up g;
-    memset(&wd, 0, sizeof wd);
     wd.ranks = 2;
     CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
     g.net = ra_world_transport(world, 0);

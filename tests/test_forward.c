@@ -35,8 +35,8 @@ static void random_case(int64_t i, const wish *w, int32_t dtypes) {
 
 TEST(masks_and_layouts) {
     wish w = { 0, 0, 0, -1, 4e6 };
-    int64_t i, n = h_run.large ? 40 : 2;
-    for (i = 0; i < n * MASKS * LAYOUTS; i++) {
+    int64_t n = h_run.large ? 40 : 2;
+    for (int64_t i = 0; i < n * MASKS * LAYOUTS; i++) {
         w.mask = (int)(i % MASKS);
         w.layout = (int)(i / MASKS % LAYOUTS);
         w.options = i < MASKS * LAYOUTS ? 0 : -1;
@@ -46,18 +46,17 @@ TEST(masks_and_layouts) {
 
 TEST(dtypes) {
     wish w = { -1, -1, 0, 0, 3e6 };
-    int64_t i, n = h_run.large ? 40 : 1;
-    for (i = 0; i < 81 * n; i++) random_case(i, &w, (int32_t)(i % 81));
+    int64_t n = h_run.large ? 40 : 1;
+    for (int64_t i = 0; i < 81 * n; i++) random_case(i, &w, (int32_t)(i % 81));
 }
 
 /* Each score change alone, then each pair, over each layout. */
 TEST(score_changes) {
     wish w = { -1, 0, 0, 0, 3e6 };
-    int64_t i = 0, n = h_run.large ? 20 : 1, turn;
-    int a, b;
-    for (turn = 0; turn < n; turn++) {
+    int64_t i = 0, n = h_run.large ? 20 : 1;
+    for (int64_t turn = 0; turn < n; turn++) {
         for (w.layout = 0; w.layout < LAYOUTS; w.layout++) {
-            for (a = 0; a < OPTIONS; a++) for (b = a; b < OPTIONS; b++) {
+            for (int a = 0; a < OPTIONS; a++) for (int b = a; b < OPTIONS; b++) {
                 w.options = 1 << a | 1 << b;
                 random_case(i++, &w, a == b ? 0 : -1);
             }
@@ -67,8 +66,8 @@ TEST(score_changes) {
 
 TEST(everything_at_random) {
     wish w = { -1, -1, 0, -1, 6e6 };
-    int64_t i, n = h_run.large ? 20000 : 300;
-    for (i = 0; i < n; i++) random_case(i, &w, -1);
+    int64_t n = h_run.large ? 20000 : 300;
+    for (int64_t i = 0; i < n; i++) random_case(i, &w, -1);
     printf("largest error of f32 O on unit-normal data so far: %.3g\n", largest_plain);
 }
 
@@ -88,8 +87,7 @@ static verdict compare_on(problem *p, int ranks, int32_t layout) {
 TEST(world_sizes) {
     static const int worlds[7] = { 1, 2, 3, 4, 5, 7, 8 };
     int64_t i = 0;
-    int a, j;
-    for (a = 0; a < 21; a++) {
+    for (int a = 0; a < 21; a++) {
         int64_t P = worlds[a / 3], tokens[6];
         tokens[0] = 31;                /* no multiple of 8 */
         tokens[1] = 5 * P - (P - 1);   /* the last rank short by P - 1 */
@@ -97,7 +95,7 @@ TEST(world_sizes) {
         tokens[3] = 3;                 /* ranks without tokens */
         tokens[4] = 64 * 2 * P;        /* exactly on the grid of blocks */
         tokens[5] = 64 * 2 * P + 1;
-        for (j = 0; j < 6; j++) {
+        for (int j = 0; j < 6; j++) {
             problem p;
             if (!h_case(i++)) continue;
             problem_shape(&p, tokens[j], 2, 1, 16, 16);
@@ -108,8 +106,7 @@ TEST(world_sizes) {
 }
 
 TEST(long_sequences_5_heads_of_128) {
-    int64_t i;
-    for (i = 0; i < 2; i++) {
+    for (int64_t i = 0; i < 2; i++) {
         problem p;
         if (!h_case(i)) continue;
         problem_shape(&p, i ? 3824 : 3816, 5, 5, 128, 128);
@@ -122,8 +119,7 @@ TEST(long_sequences_5_heads_of_128) {
 TEST(packed_documents) {
     static const int64_t firsts[3][3] = { { 0, 120, 1248 }, { 0, 128, 1248 }, { 0, 7, 14 } };
     static const int64_t ends[3] = { 4232, 4240, 16 };
-    int64_t i;
-    for (i = 0; i < 12; i++) {
+    for (int64_t i = 0; i < 12; i++) {
         problem p;
         int a = (int)(i % 3);
         if (!h_case(i)) continue;
@@ -139,8 +135,7 @@ TEST(packed_documents) {
 
 TEST(grouped_heads) {
     static const int32_t heads[3][2] = { { 32, 4 }, { 12, 2 }, { 8, 2 } };
-    int64_t i;
-    for (i = 0; i < 3; i++) {
+    for (int64_t i = 0; i < 3; i++) {
         problem p;
         if (!h_case(i)) continue;
         problem_shape(&p, 129, heads[i][0], heads[i][1], 64, 64);
@@ -152,8 +147,7 @@ TEST(grouped_heads) {
 TEST(unequal_and_large_dims) {
     static const int32_t dims[6][2] = { { 192, 128 }, { 576, 512 }, { 1024, 1024 }, { 1, 1 },
                                         { 1, 1024 }, { 1024, 1 } };
-    int64_t i;
-    for (i = 0; i < 12; i++) {
+    for (int64_t i = 0; i < 12; i++) {
         problem p;
         const int32_t *d = dims[i % 6];
         if (!h_case(i)) continue;
@@ -167,8 +161,7 @@ TEST(unequal_and_large_dims) {
 
 /* window_size (512, 0) and (512, 512) of the flash attention interface. */
 TEST(windows_of_512) {
-    int64_t i;
-    for (i = 0; i < 4; i++) {
+    for (int64_t i = 0; i < 4; i++) {
         problem p;
         if (!h_case(i)) continue;
         problem_shape(&p, 1500, 2, 2, 32, 32);
@@ -181,8 +174,7 @@ TEST(windows_of_512) {
 }
 
 TEST(softcap_sinks_alibi) {
-    int64_t i;
-    for (i = 0; i < 9; i++) {
+    for (int64_t i = 0; i < 9; i++) {
         problem p;
         if (!h_case(i)) continue;
         problem_shape(&p, 333, 8, 2, 24, 24);
@@ -197,8 +189,7 @@ TEST(softcap_sinks_alibi) {
 /* A few new queries after, or beside, many keys. */
 TEST(cross_attention) {
     static const int64_t keys[3] = { 113, 512, 1024 }, queries[4] = { 1, 3, 32, 75 };
-    int64_t i;
-    for (i = 0; i < 48; i++) {
+    for (int64_t i = 0; i < 48; i++) {
         problem p;
         if (!h_case(i)) continue;
         problem_shape(&p, queries[i % 4], 4, 2, 24, 24);
@@ -214,7 +205,7 @@ TEST(cross_attention) {
 /* The error must not grow with the number of ranks. */
 TEST(error_over_1_to_64_ranks) {
     double most = 0, first = 0;
-    int P, step = h_run.large ? 1 : 3, worst = 0;
+    int step = h_run.large ? 1 : 3, worst = 0;
     h_rng r = h_case_rng(0);
     problem p;
     truth t;
@@ -222,7 +213,7 @@ TEST(error_over_1_to_64_ranks) {
     p.mask.kind = RA_MASK_CAUSAL;
     problem_data(&p, &r);
     t = oracle(&p);
-    for (P = 1; P <= 64; P += step) {
+    for (int P = 1; P <= 64; P += step) {
         setup s;
         outcome got;
         verdict w;
@@ -248,22 +239,19 @@ TEST(error_over_1_to_64_ranks) {
 /* -------------------------------------------------------------------------- hostile numbers */
 /* Scores that are exactly +-x: q = x e_0, k = +-e_0, scale 1. */
 static void problem_signs(problem *p, float x, h_rng *r) {
-    int64_t i;
-    int d;
     p->scale = 1;
     problem_data(p, r);
-    for (i = 0; i < p->q_max * p->Hq; i++) for (d = 0; d < p->Dk; d++) {
+    for (int64_t i = 0; i < p->q_max * p->Hq; i++) for (int d = 0; d < p->Dk; d++) {
         p->q[i * p->Dk + d] = d ? 0 : x;
     }
-    for (i = 0; i < p->k_max * p->Hkv; i++) for (d = 0; d < p->Dk; d++) {
+    for (int64_t i = 0; i < p->k_max * p->Hkv; i++) for (int d = 0; d < p->Dk; d++) {
         p->k[i * p->Dk + d] = d ? 0 : h_one_in(r, 2) ? 1.0f : -1.0f;
     }
 }
 
 TEST(huge_scores) {
     static const float sizes[5] = { 80, -80, 2e5f, -2e5f, 3e37f };
-    int64_t i;
-    for (i = 0; i < 20; i++) {
+    for (int64_t i = 0; i < 20; i++) {
         problem p;
         setup s;
         h_rng r = h_case_rng(i);
@@ -287,8 +275,7 @@ TEST(huge_scores) {
 TEST(sums_past_the_limit) {
     static const int32_t isas[4] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_NEON };
     static const float rises[3] = { 5, 16, 200 };
-    int64_t i;
-    for (i = 0; i < 12; i++) {
+    for (int64_t i = 0; i < 12; i++) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
@@ -310,59 +297,51 @@ TEST(scores_near_the_limits) {
     static const int32_t isas[4] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_NEON };
     enum { ROWS = 20, KEYS = 128, D = 8 };
     static float q[ROWS * D], k[KEYS * D], v[KEYS * D], o[ROWS * D], lse[ROWS], bias[KEYS];
-    ra_desc d;
-    ra_tensors t;
-    int i, j;
-    memset(&d, 0, sizeof d);
-    memset(&t, 0, sizeof t);
-    for (j = 0; j < KEYS; j++) bias[j] = j < 64 ? -2.2e38f : 0.0f;
-    for (j = 0; j < KEYS * D; j++) v[j] = j < 64 * D ? 2.0f : 3.0f;
+    ra_desc d = ra_desc_make(1, 1, D, RA_F32, RA_MASK_NONE);
+    ra_tensors t = { 0 };
+    for (int j = 0; j < KEYS; j++) bias[j] = j < 64 ? -2.2e38f : 0.0f;
+    for (int j = 0; j < KEYS * D; j++) v[j] = j < 64 * D ? 2.0f : 3.0f;
     d.tokens = ROWS; d.kv_tokens = KEYS;
-    d.q_heads = d.kv_heads = 1; d.k_dim = d.v_dim = D;
-    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
-    d.mask.kind = RA_MASK_NONE;
     d.scores = RA_SCORE_BIAS;
     t.q.data = q; t.k.data = k; t.v.data = v; t.o.data = o; t.lse.data = lse;
     t.bias.data = bias; t.bias.key_step = 4; t.bias.keys = KEYS;
-    for (i = 0; i < 4; i++) {
+    for (int i = 0; i < 4; i++) {
         if (!ra_isa_available(isas[i])) continue;
         d.isa = isas[i];
         CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
-        for (j = 0; j < ROWS * D; j++) CHECK(fabsf(o[j] - 3.0f) < 1e-6f);
-        for (j = 0; j < ROWS; j++) CHECK(fabsf(lse[j] - 4.15888308f) < 1e-5f);
+        for (int j = 0; j < ROWS * D; j++) CHECK(fabsf(o[j] - 3.0f) < 1e-6f);
+        for (int j = 0; j < ROWS; j++) CHECK(fabsf(lse[j] - 4.15888308f) < 1e-5f);
     }
-    for (j = 0; j < KEYS; j++) bias[j] = j < 64 ? 0.0f : 18.0f;
-    for (j = 0; j < KEYS * D; j++) v[j] = 1e28f;
-    for (i = 0; i < 4; i++) {
+    for (int j = 0; j < KEYS; j++) bias[j] = j < 64 ? 0.0f : 18.0f;
+    for (int j = 0; j < KEYS * D; j++) v[j] = 1e28f;
+    for (int i = 0; i < 4; i++) {
         if (!ra_isa_available(isas[i])) continue;
         d.isa = isas[i];
         CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
-        for (j = 0; j < ROWS * D; j++) CHECK(fabsf(o[j] / 1e28f - 1.0f) < 1e-6f);
+        for (int j = 0; j < ROWS * D; j++) CHECK(fabsf(o[j] / 1e28f - 1.0f) < 1e-6f);
     }
 }
 
 /* Rows whose interval is empty: exactly 0 and -inf, with a sink 0 and the sink. */
 TEST(rows_without_keys) {
-    int64_t i, t;
-    for (i = 0; i < 12; i++) {
+    for (int64_t i = 0; i < 12; i++) {
         problem p;
         setup s;
         outcome r;
         h_rng rng = h_case_rng(i);
-        int b;
         if (!h_case(i)) continue;
         problem_shape(&p, 200, 2, 1, 16, 16);
         problem_mask(&p, &rng, M_INTERVALS);
-        for (t = 0; t < 200; t++) if (t % 64 >= 40 || t < 70) p.hi[t] = p.lo[t];
+        for (int64_t t = 0; t < 200; t++) if (t % 64 >= 40 || t < 70) p.hi[t] = p.lo[t];
         if (i % 2) p.scores = RA_SCORE_SINKS;
         if (i % 4 >= 2) p.o_dtype = RA_BF16;
         problem_data(&p, &rng);
         setup_plain(&s, 4, RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 3));
         compare(&p, &s);
         r = world_run(&p, &s);
-        for (t = 0; t < 70 * 2 && r.status == RA_OK; t++) {
+        for (int64_t t = 0; t < 70 * 2 && r.status == RA_OK; t++) {
             int zero = 1;
-            for (b = 0; b < 16; b++) zero &= r.o[t * 16 + b] == 0;
+            for (int b = 0; b < 16; b++) zero &= r.o[t * 16 + b] == 0;
             CHECK(zero);
             if (i % 2) CHECK(fabs((double)(r.lse[t] - p.sinks[t % 2])) <= 4e-6);
             else CHECK(r.lse[t] < -3e38f && r.lse[t] == r.lse[t] * 2);
@@ -375,8 +354,7 @@ TEST(rows_without_keys) {
 /* NaN in one row of Q, K or V must appear where the oracle has it and nowhere else. Each ISA,
  * each dtype. */
 TEST(one_nan) {
-    int64_t i;
-    for (i = 0; i < 9 * 4 * MASKS; i++) {
+    for (int64_t i = 0; i < 9 * 4 * MASKS; i++) {
         problem p;
         setup s;
         h_rng r = h_case_rng(i);
@@ -404,28 +382,28 @@ TEST(one_nan) {
 /* Every key that no query sees holds NaN or infinity; so do empty cells and gaps, always. */
 TEST(nan_in_everything_unseen) {
     wish w = { 0, -1, 0, -1, 4e5 };
-    int64_t i, k, q, j, hidden = 0;
-    for (i = 0; i < 6 * MASKS; i++) {
+    int64_t q, hidden = 0;
+    for (int64_t i = 0; i < 6 * MASKS; i++) {
         problem p;
         setup s;
         h_rng r = h_case_rng(i);
-        int b, seen;
+        int seen;
         if (!h_case(i)) continue;
         w.mask = (int)(i % MASKS);
         random_problem(&p, &r, &w);
         random_setup(&s, &p, &r, &w);
         if (i % 2) problem_dtypes(&p, RA_BF16, RA_BF16, RA_F16, RA_F32);
         problem_data(&p, &r);
-        for (b = 0; b < p.B; b++) for (k = 0; k < p.tk[b]; k++) {
+        for (int b = 0; b < p.B; b++) for (int64_t k = 0; k < p.tk[b]; k++) {
             for (seen = 0, q = 0; q < p.tq[b] && !seen; q++) {
                 seen = visible(&p.mask, p.q_offset + q, k);
             }
             if (seen) continue;
             hidden++;
-            for (j = 0; j < p.Hkv * p.Dk; j++) {
+            for (int64_t j = 0; j < p.Hkv * p.Dk; j++) {
                 p.k[(b * p.k_max + k) * p.Hkv * p.Dk + j] = k & 1 ? (float)NAN : HUGE_VALF;
             }
-            for (j = 0; j < p.Hkv * p.Dv && !p.v_in_k; j++) {
+            for (int64_t j = 0; j < p.Hkv * p.Dv && !p.v_in_k; j++) {
                 p.v[(b * p.k_max + k) * p.Hkv * p.Dv + j] = k & 2 ? (float)NAN : -HUGE_VALF;
             }
         }
@@ -441,28 +419,23 @@ TEST(bias_of_minus_infinity) {
     enum { T = 200 };
     static float bias[T], q[T * 8], k[T * 8], v[T * 8], o[T * 8], lse[T];
     h_rng r = h_case_rng(0);
-    ra_desc d;
-    ra_tensors t;
+    ra_desc d = ra_desc_make(1, 1, 8, RA_F32, RA_MASK_NONE);
+    ra_tensors t = { 0 };
     void *work;
     problem p;
     truth want_;
-    int64_t i;
     problem_shape(&p, T, 1, 1, 8, 8);
     problem_data(&p, &r);
-    for (i = 0; i < T; i++) {          /* the whole first block and two in three after it */
+    for (int64_t i = 0; i < T; i++) {          /* the whole first block and two in three after it */
         p.absent[i] = i < 70 || i % 3;
         bias[i] = p.absent[i] ? -HUGE_VALF : 0;
     }
     memcpy(q, p.q, sizeof q); memcpy(k, p.k, sizeof k); memcpy(v, p.v, sizeof v);
-    memset(&t, 0, sizeof t);
     t.q.data = q; t.k.data = k; t.v.data = v; t.o.data = o; t.lse.data = lse;
     t.bias.data = bias;
     t.bias.key_step = 4;
     t.bias.keys = T;
-    memset(&d, 0, sizeof d);
-    d.q_heads = d.kv_heads = 1; d.k_dim = d.v_dim = 8; d.tokens = T;
-    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
-    d.mask.kind = RA_MASK_NONE;
+    d.tokens = T;
     d.scores = RA_SCORE_BIAS;
     work = malloc(ra_attention_bytes(&d, 1) + 64);
     CHECK_EQ(ra_attention(&d, &t, (uint8_t *)work + (64 - (uintptr_t)work % 64) % 64,
@@ -478,8 +451,7 @@ TEST(bias_of_minus_infinity) {
 /* One visible key: O is its V, rounded once. Every finite 16-bit pattern as V, and f32 values near
  * ties and limits of the 16-bit formats. What is subnormal as f32 may become 0. */
 TEST(one_key_gives_its_value) {
-    int64_t i, j;
-    for (i = 0; i < 12; i++) {
+    for (int64_t i = 0; i < 12; i++) {
         problem p;
         setup s;
         outcome got;
@@ -492,7 +464,7 @@ TEST(one_key_gives_its_value) {
         p.mask.window = 1;
         problem_dtypes(&p, RA_F32, RA_F32, v, o);
         problem_data(&p, &r);
-        for (j = n = 0; j < 65536; j++) {
+        for (int64_t j = n = 0; j < 65536; j++) {
             uint16_t w = (uint16_t)j;
             float x;
             uint32_t bits = (uint32_t)(j << 16) | (h_next(&r) & 0xFFFFu);
@@ -507,7 +479,7 @@ TEST(one_key_gives_its_value) {
         describe_case(&p, &s);
         got = world_run(&p, &s);
         if (outcome_whole(&got)) {
-            for (j = 0; j < 65536; j++) {
+            for (int64_t j = 0; j < 65536; j++) {
                 float want_ = dtype_round(p.v[j], o);
                 int tiny = fabs((double)p.v[j]) < 1.17549435e-38;
                 if (got.o[j] == want_ || (tiny && got.o[j] == 0)) continue;
@@ -527,8 +499,8 @@ TEST(one_key_gives_its_value) {
 /* The highest positions there are, from RUNS and from ARRAY: nothing wraps around. */
 TEST(positions_near_the_limit) {
     static const int masks[4] = { M_CAUSAL, M_WINDOW, M_BOTH, M_NONE };
-    int64_t i, k;
-    for (i = 0; i < 24; i++) {
+    int64_t k;
+    for (int64_t i = 0; i < 24; i++) {
         wish w = { 0, 0, 0, 0, 3e5 };
         problem p;
         setup s;
@@ -585,18 +557,17 @@ static void state_free(ra_state *s) { free(s->m); free(s->l); free(s->acc); }
 static void fold_piece(const problem *p, const ra_desc *whole, const ra_state *s,
                        const int *pieces, int piece, h_rng *r) {
     int32_t *cells = (int32_t *)malloc((size_t)(2 * p->k_max + 8) * sizeof *cells);
-    int64_t n = 0, i, j, kn = p->Hkv * p->Dk, vn = p->Hkv * p->Dv;
+    int64_t n = 0, j, kn = p->Hkv * p->Dk, vn = p->Hkv * p->Dv;
     float *k, *v;
     ra_desc d = *whole;
-    ra_tensors t;
+    ra_tensors t = { 0 };
     scratch w;
-    int b;
-    for (i = 0; i < p->k_max; i++) if (pieces[i] == piece) {
+    for (int64_t i = 0; i < p->k_max; i++) if (pieces[i] == piece) {
         if (h_one_in(r, 6)) cells[n++] = -1;
         cells[n++] = (int32_t)i;
     }
     if (n == 0) { free(cells); return; }
-    for (i = n - 1; i > 0 && h_one_in(r, 2); i--) {
+    for (int64_t i = n - 1; i > 0 && h_one_in(r, 2); i--) {
         int32_t c = cells[i];
         j = h_range(r, 0, i);
         cells[i] = cells[j];
@@ -606,11 +577,10 @@ static void fold_piece(const problem *p, const ra_desc *whole, const ra_state *s
     v = floats(p->B * n * vn);
     memset(k, 0xFF, (size_t)(p->B * n * kn) * 4);
     memset(v, 0xFF, (size_t)(p->B * n * vn) * 4);
-    for (b = 0; b < p->B; b++) for (i = 0; i < n; i++) if (cells[i] >= 0) {
+    for (int b = 0; b < p->B; b++) for (int64_t i = 0; i < n; i++) if (cells[i] >= 0) {
         memcpy(k + (b * n + i) * kn, k_row(p, b, cells[i], 0), (size_t)kn * 4);
         memcpy(v + (b * n + i) * vn, v_row(p, b, cells[i], 0), (size_t)vn * 4);
     }
-    memset(&t, 0, sizeof t);
     t.q.data = p->q; t.k.data = k; t.v.data = v;
     t.alibi = p->scores & RA_SCORE_ALIBI ? p->alibi : NULL;
     t.sinks = p->scores & RA_SCORE_SINKS ? p->sinks : NULL;
@@ -624,15 +594,13 @@ static void fold_piece(const problem *p, const ra_desc *whole, const ra_state *s
 
 /* O and LSE of a state, against the oracle. */
 static void check_finish(const problem *p, const ra_desc *d, const ra_state *s) {
-    outcome r;
-    ra_tensors t;
+    outcome r = { 0 };
+    ra_tensors t = { 0 };
     truth want_ = oracle(p);
     verdict w;
     int64_t rows = p->B * p->q_max * p->Hq;
-    memset(&r, 0, sizeof r);
     r.o = floats(rows * p->Dv);
     r.lse = floats(rows);
-    memset(&t, 0, sizeof t);
     t.o.data = r.o;
     t.lse.data = r.lse;
     t.sinks = p->scores & RA_SCORE_SINKS ? p->sinks : NULL;
@@ -652,9 +620,8 @@ static void fold_and_merge(const problem *p, const ra_desc *d, h_rng *r) {
     float *before = floats(p->B * p->q_max * p->Hq * p->Dv);
     size_t bytes = (size_t)(p->B * p->q_max * p->Hq * p->Dv) * 4;
     int pieces[256], n = (int)h_range(r, 1, 8), k, status = 0;
-    int64_t j;
-    for (j = 0; j < p->k_max; j++) pieces[j] = (int)h_range(r, 0, n - 1);
-    if (h_one_in(r, 2)) for (j = 0; j < p->k_max; j++) pieces[j] = (int)(j * n / p->k_max);
+    for (int64_t j = 0; j < p->k_max; j++) pieces[j] = (int)h_range(r, 0, n - 1);
+    if (h_one_in(r, 2)) for (int64_t j = 0; j < p->k_max; j++) pieces[j] = (int)(j * n / p->k_max);
     for (k = 0; k < 4; k++) {
         s[k] = state_new(p);
         status |= ra_state_clear(d, &s[k]);
@@ -674,8 +641,7 @@ static void fold_and_merge(const problem *p, const ra_desc *d, h_rng *r) {
 }
 
 TEST(fold_merge_finish) {
-    int64_t i;
-    for (i = 0; i < 3 * MASKS; i++) {
+    for (int64_t i = 0; i < 3 * MASKS; i++) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
@@ -705,20 +671,18 @@ static void merge_partials(int sets, int64_t keys_a_set, float spread) {
     h_rng r = h_case_rng(sets);
     double all[ROWS][D], sum[ROWS];
     float o[ROWS * D], lse[ROWS], o2[ROWS * D], lse2[ROWS];
-    int i, row, d;
-    int64_t k;
     memset(all, 0, sizeof all);
     memset(sum, 0, sizeof sum);
     memset(o, 0x7F, sizeof o);
-    for (row = 0; row < ROWS; row++) lse[row] = -HUGE_VALF;
-    for (i = 0; i < sets; i++) {
-        for (row = 0; row < ROWS; row++) {
+    for (int row = 0; row < ROWS; row++) lse[row] = -HUGE_VALF;
+    for (int i = 0; i < sets; i++) {
+        for (int row = 0; row < ROWS; row++) {
             double part[D] = { 0 }, l = 0;
             int empty = (i + row) % 5 == 4;
-            for (k = 0; k < keys_a_set && !empty; k++) {
+            for (int64_t k = 0; k < keys_a_set && !empty; k++) {
                 double w = exp((double)(h_normal(&r) * spread));
                 l += w;
-                for (d = 0; d < D; d++) {
+                for (int d = 0; d < D; d++) {
                     double v = (double)h_normal(&r);
                     part[d] += w * v;
                     all[row][d] += w * v;
@@ -726,13 +690,13 @@ static void merge_partials(int sets, int64_t keys_a_set, float spread) {
             }
             sum[row] += l;
             lse2[row] = empty ? -HUGE_VALF : (float)log(l);
-            for (d = 0; d < D; d++) o2[row * D + d] = empty ? (float)NAN : (float)(part[d] / l);
+            for (int d = 0; d < D; d++) o2[row * D + d] = empty ? (float)NAN : (float)(part[d] / l);
         }
         ra_merge(o, lse, o2, lse2, ROWS, D);
     }
-    for (row = 0; row < ROWS; row++) {
+    for (int row = 0; row < ROWS; row++) {
         double want_l = log(sum[row]);
-        for (d = 0; d < D; d++) all[row][d] /= sum[row];
+        for (int d = 0; d < D; d++) all[row][d] /= sum[row];
         CHECK_CLOSE(o + row * D, all[row], D, 4e-6, 0);
         CHECK_CLOSE(lse + row, &want_l, 1, 4e-6, 4e-6);
     }
@@ -782,20 +746,18 @@ TEST(merge_corners) {
 /* Same bits for every nth and order of threads; a byte less of workspace is refused. */
 TEST(attention_threads) {
     wish w = { -1, 0, 1, -1, 2e6 };
-    int64_t i, n = 40;
-    for (i = 0; i < n; i++) {
+    int64_t n = 40;
+    for (int64_t i = 0; i < n; i++) {
         problem p;
         setup s;
         outcome first, r;
         h_rng rng = h_case_rng(i);
-        int nth;
         size_t o_bytes, lse_bytes;
         if (!h_case(i)) continue;
         random_problem(&p, &rng, &w);
         if (i % 3 == 0) {                               /* decoding: its own form */
-            int b;
             p.q_max = 0;
-            for (b = 0; b < p.B; b++) {
+            for (int b = 0; b < p.B; b++) {
                 p.tq[b] = h_range(&rng, 1, 4);
                 if (p.tq[b] > p.q_max) p.q_max = p.tq[b];
             }
@@ -809,7 +771,7 @@ TEST(attention_threads) {
         first = world_run(&p, &s);
         o_bytes = (size_t)(p.B * p.q_max * p.Hq * p.Dv) * 4;
         lse_bytes = (size_t)(p.B * p.q_max * p.Hq) * 4;
-        for (nth = 2; nth <= 5 && first.status == RA_OK; nth++) {
+        for (int nth = 2; nth <= 5 && first.status == RA_OK; nth++) {
             s.threads = nth;
             s.seed += 8;               /* another order, the same descriptor */
             describe_case(&p, &s);
@@ -827,19 +789,14 @@ TEST(attention_threads) {
 
 TEST(attention_workspace) {
     float q[5 * 8], o[5 * 8];
-    ra_desc d;
-    ra_tensors t;
+    ra_desc d = ra_desc_make(1, 1, 8, RA_F32, RA_MASK_CAUSAL);
+    ra_tensors t = { 0 };
     scratch w;
-    int nth;
     memset(q, 0, sizeof q);
-    memset(&t, 0, sizeof t);
     t.q.data = t.k.data = t.v.data = q;
     t.o.data = o;
-    memset(&d, 0, sizeof d);
-    d.q_heads = d.kv_heads = 1; d.k_dim = d.v_dim = 8; d.tokens = 5;
-    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
-    d.mask.kind = RA_MASK_CAUSAL;
-    for (nth = 1; nth <= 5; nth++) {
+    d.tokens = 5;
+    for (int nth = 1; nth <= 5; nth++) {
         w = scratch_for(&d, nth);
         CHECK(w.bytes > 0);
         CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, 0, nth), RA_OK);
@@ -864,8 +821,7 @@ static void random_q8_0(problem *p, h_rng *r) {
 /* Every layout, transport and way to call, with K and V of q8_0, and with V a part of K. */
 TEST(q8_0_everywhere) {
     wish w = { -1, 0, 0, -1, 2e6 };
-    int64_t i;
-    for (i = 0; i < (h_run.large ? 1000 : 40); i++) {
+    for (int64_t i = 0; i < (h_run.large ? 1000 : 40); i++) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
@@ -972,10 +928,9 @@ static ra_desc q8_desc(const q8_case *c, int32_t isa) {
 
 static void q8_run(const q8_case *c, int32_t isa) {
     ra_desc d = q8_desc(c, isa);
-    ra_tensors t;
+    ra_tensors t = { 0 };
     size_t bytes = ra_attention_bytes(&d, 1);
     void *memory = malloc(bytes + 1);
-    memset(&t, 0, sizeof t);
     t.q.data = c->q;
     t.k.data = c->kv[0];
     t.v.data = c->kv[1];
@@ -1048,36 +1003,35 @@ TEST(convert) {
     static float x[N], y[N], z[N];
     static uint8_t packed[N / 32 * 34], half[2 * N];
     h_rng r = h_case_rng(0);
-    int i, j;
-    for (i = 0; i < N; i++) x[i] = h_normal(&r) * (i < 32 ? 0 : i < 64 ? 1e-3f : 30);
+    for (int i = 0; i < N; i++) x[i] = h_normal(&r) * (i < 32 ? 0 : i < 64 ? 1e-3f : 30);
     CHECK_EQ(ra_convert(packed, RA_Q8_0, x, RA_F32, N), RA_OK);
     CHECK_EQ(ra_convert(y, RA_F32, packed, RA_Q8_0, N), RA_OK);
-    for (i = 0; i < N; i += 32) {
+    for (int i = 0; i < N; i += 32) {
         float most = 0, scale;
-        for (j = i; j < i + 32; j++) most = fabsf(x[j]) > most ? fabsf(x[j]) : most;
+        for (int j = i; j < i + 32; j++) most = fabsf(x[j]) > most ? fabsf(x[j]) : most;
         scale = dtype_load(packed + i / 32 * 34, RA_F16);
         CHECK(fabs((double)(scale - most / 127)) <= (double)most / 127 * 0.0005 + 6e-8);
-        for (j = i; j < i + 32; j++)
+        for (int j = i; j < i + 32; j++)
             CHECK(fabs((double)(y[j] - x[j])) <= (double)most * (0.5 / 127 + 0.0006) + 8e-6);
     }
-    for (i = RA_F16; i <= RA_BF16; i++) {
-        for (j = 0; j < N; j++) z[j] = dtype_round(x[j], i);
+    for (int i = RA_F16; i <= RA_BF16; i++) {
+        for (int j = 0; j < N; j++) z[j] = dtype_round(x[j], i);
         CHECK_EQ(ra_convert(half, i, x, RA_F32, N - 5), RA_OK);
         CHECK_EQ(ra_convert(y, RA_F32, half, i, N - 5), RA_OK);
         CHECK_BITS(y, z, (N - 5) * 4);
     }
     CHECK_EQ(ra_convert(y, RA_F32, x, RA_F32, N), RA_OK);
     CHECK_BITS(y, x, sizeof x);
-    for (i = 0; i < 32; i++) x[i] = i ? (float)i : NAN;  /* numbers that q8_0 has not */
+    for (int i = 0; i < 32; i++) x[i] = i ? (float)i : NAN;  /* numbers that q8_0 has not */
     x[1] = HUGE_VALF;
     x[2] = -1e30f;
     CHECK_EQ(ra_convert(packed, RA_Q8_0, x, RA_F32, 32), RA_OK);
     CHECK_EQ(ra_convert(y, RA_F32, packed, RA_Q8_0, 32), RA_OK);
     CHECK(y[0] == 0 && y[1] == 127.0f * 65504.0f && y[2] == -127.0f * 65504.0f && y[3] == 0);
-    for (i = 0; i < 32; i++) x[i] = i ? 0 : 1e-38f;
+    for (int i = 0; i < 32; i++) x[i] = i ? 0 : 1e-38f;
     CHECK_EQ(ra_convert(packed, RA_Q8_0, x, RA_F32, 32), RA_OK);
     CHECK_EQ(ra_convert(y, RA_F32, packed, RA_Q8_0, 32), RA_OK);
-    for (i = 0; i < 32; i++) CHECK(y[i] == 0);
+    for (int i = 0; i < 32; i++) CHECK(y[i] == 0);
     CHECK_EQ(ra_convert(packed, RA_Q8_0, x, RA_F32, 33), RA_E_SHAPE);
     CHECK_EQ(ra_convert(packed, 5, x, RA_F32, 32), RA_E_ENUM);
     CHECK_EQ(ra_convert(NULL, RA_F16, x, RA_F32, 1), RA_E_NULL);
@@ -1086,7 +1040,7 @@ TEST(convert) {
 }
 
 TEST(decoding) {
-    int64_t i = h_run.other ? 63 : 0, k, q, n = h_run.large ? 2000 : i + 63;
+    int64_t i = h_run.other ? 63 : 0, q, n = h_run.large ? 2000 : i + 63;
     for (; i < n; i++) {
         h_rng r = h_case_rng(i);
         problem p;
@@ -1104,7 +1058,7 @@ TEST(decoding) {
         }
         random_q8_0(&p, &r);
         problem_data(&p, &r);
-        for (k = 0; k < p.k_max; k++) {
+        for (int64_t k = 0; k < p.k_max; k++) {
             int seen = h_one_in(&r, 4000);
             for (q = 0; q < p.q_max; q++) seen += visible(&p.mask, p.q_offset + q, k) ? 2 : 0;
             if (seen < 2) p.k[k * p.Hkv * p.Dk] = p.v[(k * p.Hkv + 1) * p.Dv - 1] = (float)NAN;
@@ -1124,8 +1078,8 @@ TEST(decoding) {
 /* One rank, positions as runs or as cells that come with the call. */
 TEST(attention_at_positions) {
     wish w = { -1, 0, 1, -1, 1.5e6 };
-    int64_t i, n = h_run.large ? 2000 : 80;
-    for (i = 0; i < n; i++) {
+    int64_t n = h_run.large ? 2000 : 80;
+    for (int64_t i = 0; i < n; i++) {
         problem p;
         setup s;
         h_rng r = h_case_rng(i);
@@ -1152,12 +1106,9 @@ typedef struct company {
 /* The rows [token, token + tokens) of heads [head, head + heads), among `batch` equal sequences. */
 static void company_call(const company *c, int32_t token, int32_t tokens, int32_t head,
                          int32_t heads, int32_t batch, int nth, float *o) {
-    ra_desc d;
-    ra_tensors t;
+    ra_desc d = { 0 };
+    ra_tensors t = { 0 };
     scratch w;
-    int i;
-    memset(&d, 0, sizeof d);
-    memset(&t, 0, sizeof t);
     d.q_heads = heads;
     d.kv_heads = 1;
     d.k_dim = d.v_dim = c->dim;
@@ -1178,21 +1129,20 @@ static void company_call(const company *c, int32_t token, int32_t tokens, int32_
     t.k.batch_stride = t.v.batch_stride = c->row * 64;
     t.o.data = o;
     w = scratch_for(&d, nth);
-    for (i = 0; i < nth; i++) CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, i, nth), RA_OK);
+    for (int i = 0; i < nth; i++) CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, i, nth), RA_OK);
     free(w.raw);
 }
 
 static void company_check(const company *c) {
     const size_t size = (size_t)c->dim * sizeof(float);
     float *all = (float *)malloc(16 * size), *some = (float *)malloc(48 * size);
-    int32_t t, h;
     company_call(c, 0, c->tokens, 0, c->heads, 1, 1, all);
-    for (t = 0; t < c->tokens; t++)
-        for (h = 0; h < c->heads; h++) {
+    for (int32_t t = 0; t < c->tokens; t++)
+        for (int32_t h = 0; h < c->heads; h++) {
             company_call(c, t, 1, h, 1, 1, 1, some);
             CHECK_BITS(some, all + (t * c->heads + h) * c->dim, size);
         }
-    for (t = 1; t < c->tokens; t++) {
+    for (int32_t t = 1; t < c->tokens; t++) {
         company_call(c, t, c->tokens - t, 0, c->heads, 1, 1, some);
         CHECK_BITS(some, all + t * c->heads * c->dim,
                    (size_t)((c->tokens - t) * c->heads) * size);
@@ -1213,12 +1163,12 @@ TEST(row_bits_do_not_depend_on_company) {
                                      RA_ISA_AVX512_BF16 };
     static const int32_t keys[8] = { 7, 33, 64, 66, 1026, 1500, 16386, 17000 };
     static const int32_t shape[4][2] = { { 4, 4 }, { 1, 16 }, { 8, 2 }, { 1, 3 } };
-    int64_t i, cases = 8 * 4 * 4 * 4;
-    for (i = 0; i < cases; i++) {
+    int64_t cases = 8 * 4 * 4 * 4;
+    for (int64_t i = 0; i < cases; i++) {
         h_rng r = h_case_rng(i);
         company c;
         float *x;
-        int64_t n, j;
+        int64_t n;
         c.isa = isas[i % 4];
         c.dtype = (int32_t)(i / 4 % 4) + RA_F32;
         c.keys = keys[i / 16 % 8];
@@ -1237,9 +1187,9 @@ TEST(row_bits_do_not_depend_on_company) {
         c.k = malloc((size_t)(c.keys + 128) * (size_t)c.row);
         c.v = malloc((size_t)(c.keys + 128) * (size_t)c.row);
         c.q = malloc((size_t)(16 * c.q_row + 64));
-        for (j = 0; j < n; j++) x[j] = h_normal(&r) * (1.0f + 40.0f * (float)j / (float)n);
+        for (int64_t j = 0; j < n; j++) x[j] = h_normal(&r) * (1.0f + 40.0f * (float)j / (float)n);
         ra_convert(c.k, c.dtype, x, RA_F32, n);
-        for (j = 0; j < n; j++) x[j] = h_normal(&r);
+        for (int64_t j = 0; j < n; j++) x[j] = h_normal(&r);
         ra_convert(c.v, c.dtype, x, RA_F32, n);
         memset(c.q, 0, (size_t)(16 * c.q_row + 64));
         ra_convert(c.q, c.dtype == RA_Q8_0 ? RA_F32 : c.dtype, x, RA_F32, 16 * c.dim);
@@ -1265,10 +1215,9 @@ TEST(short_row_in_a_longer_batch) {
         const int64_t tokens[2] = { most, 1 }, kv_tokens[2] = { KEYS + most, KEYS + 1 };
         ra_desc d = ra_desc_make(HEADS * group, HEADS, D, RA_F32, RA_MASK_CAUSAL);
         const int64_t row = dtype == RA_Q8_0 ? 34 : dtype == RA_F32 ? 4 * D : 2 * D;
-        ra_tensors t;
+        ra_tensors t = { 0 };
         scratch w;
         if (!ra_isa_available(isa) || !h_case(i)) continue;
-        memset(&t, 0, sizeof t);
         for (int j = 0; j < 2 * MOST * 2 * HEADS * D; j++) (&q[0][0][0][0])[j] = h_normal(&r);
         for (int j = 0; j < 2 * ROWS * HEADS * D; j++) x[j] = h_normal(&r);
         ra_convert(k, dtype, x, RA_F32, 2 * ROWS * HEADS * D);
@@ -1320,10 +1269,9 @@ TEST(hidden_blocks_are_as_masked) {
         const int32_t data = isa == RA_ISA_AVX512_BF16 ? RA_BF16 : RA_F32;
         int32_t lo[ROWS], hi[ROWS];
         ra_desc d;
-        ra_tensors t;
+        ra_tensors t = { 0 };
         scratch w;
         if (!ra_isa_available(isa) || !h_case(i)) continue;
-        memset(&t, 0, sizeof t);
         d = ra_desc_make(HEADS, 2, D, data, RA_MASK_NONE);
         d.o_dtype = RA_F32;
         d.tokens = rows;
@@ -1436,13 +1384,12 @@ TEST(sequences_in_one_cache) {
         h_rng r = h_case_rng(i);
         double right[CELL_DIM];
         ra_desc d;
-        ra_tensors t;
+        ra_tensors t = { 0 };
         scratch w;
         if (!h_case(i)) continue;
         cells_fill(&x, &r, rows[i % 4]);
         x.window = i / 4 % 3 ? 24 : 0;
         x.keep = i / 4 % 3 == 2 ? 3 : 0;
-        memset(&t, 0, sizeof t);
         d = ra_desc_make(4, 2, CELL_DIM, RA_F32, RA_MASK_CAUSAL);
         d.tokens = rows[i % 4];
         d.kv_tokens = CELLS;
@@ -1473,17 +1420,14 @@ TEST(bias_in_16_bits) {
     enum { D = 40, KEYS = 150, HEADS = 4, ALL = HEADS * 70 * KEYS };
     static float x[KEYS * HEADS * D], q[70 * HEADS * D], o[2][70 * HEADS * D], wide[ALL];
     static uint16_t half[ALL];
-    int64_t i, j;
-    for (i = 0; i < 3 * 2 * 4 * 4; i++) {
+    for (int64_t i = 0; i < 3 * 2 * 4 * 4; i++) {
         h_rng r = h_case_rng(i);
         const int32_t isa = (int32_t)(i / 6 % 4) + RA_ISA_SCALAR, kind = (int32_t)(i / 24);
-        ra_error e;
+        ra_error e = { 0 };
         ra_desc d;
-        ra_tensors t;
+        ra_tensors t = { 0 };
         scratch w;
         if (!ra_isa_available(isa) || !h_case(i)) continue;
-        memset(&e, 0, sizeof e);
-        memset(&t, 0, sizeof t);
         d = ra_desc_make(HEADS, 2, D, RA_F32, RA_MASK_NONE);
         d.tokens = tokens[i % 3];
         d.kv_tokens = KEYS;
@@ -1491,16 +1435,16 @@ TEST(bias_in_16_bits) {
         d.isa = isa;
         d.error = &e;
         t.bias.dtype = i / 3 % 2 ? RA_BF16 : RA_F16;
-        for (j = 0; j < ALL; j++) wide[j] = h_one_in(&r, 3) ? -INFINITY : h_normal(&r);
-        for (j = 0; j < KEYS * HEADS * D; j++) x[j] = h_normal(&r);
-        for (j = 0; j < 70 * HEADS * D; j++) q[j] = h_normal(&r);
+        for (int64_t j = 0; j < ALL; j++) wide[j] = h_one_in(&r, 3) ? -INFINITY : h_normal(&r);
+        for (int64_t j = 0; j < KEYS * HEADS * D; j++) x[j] = h_normal(&r);
+        for (int64_t j = 0; j < 70 * HEADS * D; j++) q[j] = h_normal(&r);
         CHECK_EQ(ra_convert(half, t.bias.dtype, wide, RA_F32, ALL), RA_OK);
         CHECK_EQ(ra_convert(wide, RA_F32, half, t.bias.dtype, ALL), RA_OK);
         t.q.data = q;
         t.k.data = t.v.data = x;
         t.bias.keys = KEYS - 7;
         w = scratch_for(&d, 1);
-        for (j = 0; j < 2; j++) {
+        for (int64_t j = 0; j < 2; j++) {
             const int64_t size = j ? 4 : 2;
             t.bias.data = j ? (const void *)wide : (const void *)half;
             if (j) t.bias.dtype = 0;
@@ -1527,8 +1471,8 @@ TEST(bias_in_16_bits) {
 /* Chunks and tasks of many short runs, over rings and on one rank. */
 TEST(many_short_runs) {
     wish w = { -1, L_RUNS, 1, -1, 1.5e6 };
-    int64_t i, n = h_run.large ? 2000 : 80;
-    for (i = 0; i < n; i++) {
+    int64_t n = h_run.large ? 2000 : 80;
+    for (int64_t i = 0; i < n; i++) {
         problem p;
         setup s;
         h_rng r = h_case_rng(i);
@@ -1552,25 +1496,24 @@ TEST(runs_of_whole_blocks_keep_the_bits) {
     enum { N = 21, T = 64 * 70 };
     static const int64_t lengths[N] = { 64, 64, 128, 64, 64, 64, 256, 64, 64, 512, 64, 64, 64, 128,
                                         640, 1024, 64, 64, 64, 64, 896 };
-    int64_t i, at = 0;
+    int64_t at = 0;
     ra_run runs[N];
-    for (i = 0; i < N; i++) {
+    for (int64_t i = 0; i < N; i++) {
         runs[i].first = at;
         runs[i].count = lengths[i];
         runs[i].stride = i % 2;
         at += lengths[i];
     }
     CHECK_EQ(at, T);
-    for (i = 0; i < 8; i++) {
+    for (int64_t i = 0; i < 8; i++) {
         h_rng r = h_case_rng(i);
         problem p;
-        setup s;
+        setup s = { 0 };
         outcome plain, listed;
         if (!h_case(i)) continue;
         problem_shape(&p, i % 4 == 3 ? 3 : T, 2, 1, 16, 16);
         p.k_max = p.tk[0] = T;
         problem_data(&p, &r);
-        memset(&s, 0, sizeof s);
         s.ranks = 1;
         s.layout = RA_LAYOUT_CONTIGUOUS;
         s.call = i % 4 < 2 ? CALL_FORWARD : CALL_ATTENTION;
@@ -1600,8 +1543,7 @@ TEST(runs_of_whole_blocks_keep_the_bits) {
 /* A ring-buffer cache: key p in cell p mod cells, so out of order, with cells not yet filled, and a
  * kept prefix that is never overwritten. */
 TEST(ring_buffer_cache) {
-    int64_t i, k;
-    for (i = 0; i < 36; i++) {
+    for (int64_t i = 0; i < 36; i++) {
         problem p;
         setup s;
         ra_desc d;
@@ -1623,10 +1565,10 @@ TEST(ring_buffer_cache) {
         s.k_cells[0] = c = (int32_t *)malloc((size_t)s.k_rows[0] * sizeof *c);
         s.q_cells[0] = (int32_t *)malloc((size_t)new_tokens * sizeof *c);
         memset(c, 0xFF, (size_t)s.k_rows[0] * sizeof *c);
-        for (k = 0; k < new_tokens; k++) s.q_cells[0][k] = (int32_t)(past + k);
-        for (k = 0; k < p.k_max; k++) c[k < 4 ? k : 4 + (k - 4) % (cells - 4)] = (int32_t)k;
+        for (int64_t k = 0; k < new_tokens; k++) s.q_cells[0][k] = (int32_t)(past + k);
+        for (int64_t k = 0; k < p.k_max; k++) c[k < 4 ? k : 4 + (k - 4) % (cells - 4)] = (int32_t)k;
         memset(p.absent, 1, (size_t)p.k_max);
-        for (k = 0; k < s.k_rows[0]; k++) if (c[k] >= 0) p.absent[c[k]] = 0;
+        for (int64_t k = 0; k < s.k_rows[0]; k++) if (c[k] >= 0) p.absent[c[k]] = 0;
         problem_data(&p, &r);
         s.call = i % 2 ? CALL_ATTENTION : CALL_FORWARD;
         s.threads = 1 + (int32_t)(i % 3);
@@ -1647,11 +1589,9 @@ static ra_status two_plans_rank(ra_world *library_world, int rank, void *user) {
     ra_plan *plans[2] = { NULL, NULL };
     ra_plan_report g;
     ra_ring *ring = NULL;
-    ra_ring_desc rd;
+    ra_ring_desc rd = { 0 };
     ra_status status = RA_OK;
-    int i;
-    memset(&rd, 0, sizeof rd);
-    for (i = 0; i < 2 && status == RA_OK; i++) {
+    for (int i = 0; i < 2 && status == RA_OK; i++) {
         status = ra_plan_create(&plans[i], &y->w[i].seats[rank].d, NULL);
         if (status == RA_OK) status = ra_plan_query(plans[i], rank, &g);
         if (status == RA_OK && (size_t)g.shared_workspace_bytes > rd.workspace_bytes) {
@@ -1661,7 +1601,7 @@ static ra_status two_plans_rank(ra_world *library_world, int rank, void *user) {
     if (status == RA_OK) {
         status = ra_ring_create(&ring, plans[0], ra_world_transport(library_world, rank), &rd);
     }
-    for (i = 0; i < 5 && status == RA_OK; i++) {
+    for (int i = 0; i < 5 && status == RA_OK; i++) {
         status = ra_forward(plans[i % 2], ring, &y->w[i % 2].seats[rank].t, ra_deadline_ms(60000));
     }
     ra_ring_destroy(ring);
@@ -1673,15 +1613,13 @@ static ra_status two_plans_rank(ra_world *library_world, int rank, void *user) {
 
 TEST(a_ring_serves_several_plans) {
     static two_plans y;
-    int64_t i;
-    int k;
-    for (i = 0; i < 12; i++) {
+    for (int64_t i = 0; i < 12; i++) {
         wish w = { -1, -1, 4, -1, 3e5 };
         h_rng r = h_case_rng(i);
         problem p[2];
         setup s[2];
         if (!h_case(i)) continue;
-        for (k = 0; k < 2; k++) {
+        for (int k = 0; k < 2; k++) {
             random_problem(&p[k], &r, &w);
             random_setup(&s[k], &p[k], &r, &w);
             problem_data(&p[k], &r);
@@ -1689,7 +1627,7 @@ TEST(a_ring_serves_several_plans) {
             CHECK_EQ(world_open(&y.w[k], &p[k], &s[k]), RA_OK);
         }
         CHECK_EQ(ra_world_run(4, two_plans_rank, &y, NULL), RA_OK);
-        for (k = 0; k < 2; k++) {
+        for (int k = 0; k < 2; k++) {
             outcome got = outcome_gather(&y.w[k]);
             truth t = oracle(&p[k]);
             verdict v;
@@ -1702,17 +1640,16 @@ TEST(a_ring_serves_several_plans) {
             truth_free(&t);
             outcome_free(&got);
         }
-        for (k = 0; k < 2; k++) { setup_free(&s[k]); problem_free(&p[k]); }
+        for (int k = 0; k < 2; k++) { setup_free(&s[k]); problem_free(&p[k]); }
     }
 }
 
 /* The plain signature: prefill, chunks after a past, decode, windows. */
 TEST(simple_signature) {
     static const int dims[6] = { 64, 128, 8, 80, 256, 3 };
-    int64_t i;
-    for (i = 0; i < 90; i++) {
+    for (int64_t i = 0; i < 90; i++) {
         problem p;
-        outcome r;
+        outcome r = { 0 };
         truth t;
         verdict w;
         setup s;
@@ -1729,7 +1666,6 @@ TEST(simple_signature) {
         problem_data(&p, &rng);
         setup_plain(&s, 1, RA_LAYOUT_CONTIGUOUS);
         describe_case(&p, &s);
-        memset(&r, 0, sizeof r);
         r.o = floats(nq * 4 * p.Dv);
         r.lse = floats(nq * 4);
         CHECK_EQ(ra_attention_simple(r.o, p.q, p.k, p.v, (int)nq, (int)p.k_max, 4, p.Hkv, p.Dk,

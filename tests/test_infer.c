@@ -196,9 +196,8 @@ static void put_weights(file *f) {
 }
 
 static void make_file(file *f, const shape *s) {
-    file count;
+    file count = { 0 };
     memset(f, 0, sizeof *f);
-    memset(&count, 0, sizeof count);
     add_weights(f, s);
     put_values(&count, s);
     put_number(f, 0x46554747u, 4);
@@ -410,8 +409,7 @@ static infer_result on_ranks(const file *f, const shape *s, const model *m, int6
         o.chunk = chunk;
         o.predict = 30;
         o.all_logits = 1;
-        snprintf(h_run.context, sizeof h_run.context, "%s, %d ranks, chunks of %lld", s->arch,
-                 (int)ranks, (long long)chunk);
+        h_context("%s, %d ranks, chunks of %lld", s->arch, (int)ranks, (long long)chunk);
         if (!CHECK(infer_run(m, &o, prompt, PROMPT, &got))) printf("%s\n", got.why);
         CHECK_EQ(got.count, PROMPT + 30);
         CHECK_EQ(got.cached, PROMPT + 29);
@@ -572,7 +570,7 @@ TEST(tokens_cannot_be_shared) {
 static ra_status on_rank_in_shm(ra_world *world, int rank, void *user) {
     apart *a = (apart *)user;
     infer_options o = { 0 };
-    ra_shm_desc d;
+    ra_shm_desc d = { 0 };
     ra_shm *shm = NULL;
     ra_error why;
     char name[40];
@@ -584,7 +582,6 @@ static ra_status on_rank_in_shm(ra_world *world, int rank, void *user) {
     o.speculate = 3;
     o.chunk = 17;
     snprintf(name, sizeof name, "test_infer.%ld", (long)getpid());
-    memset(&d, 0, sizeof d);
     d.name = name;
     d.rank = rank;
     d.ranks = 3;

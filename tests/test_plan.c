@@ -20,22 +20,19 @@ typedef struct totals { int64_t bytes, chunks, hops, skipped, tokens; ra_plan_re
 
 /* Figures of a plan over all ranks. tokens: what travels, in tokens times hops, from the bytes. */
 static totals plan_totals(const problem *p, const setup *s) {
-    totals t;
+    totals t = { 0 };
     ra_plan *plan = NULL;
     ra_plan_report r;
-    ra_error e;
+    ra_error e = { 0 };
     ra_desc d = rank_desc(p, s, 0);
-    int rank;
     int64_t out = 0, row = p->Hkv * (p->Dk + p->Dv) * 4;
-    memset(&t, 0, sizeof t);
-    memset(&e, 0, sizeof e);
     d.error = &e;
     describe_case(p, s);
     if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) {
         printf("    %s: %s\n", e.field, e.text);
         return t;
     }
-    for (rank = 0; rank < s->ranks; rank++) {
+    for (int rank = 0; rank < s->ranks; rank++) {
         CHECK_EQ(ra_plan_query(plan, rank, &r), RA_OK);
         t.bytes += r.forward.bytes_in;
         t.chunks += r.forward.chunks_in;
@@ -64,8 +61,8 @@ static void shape_for_hops(problem *p, setup *s, int64_t tokens, int ranks, int3
 /* Totals in shards, twice, at P ranks with shards of n blocks: unpruned P(P-1); causal contiguous
  * up P(P-1)/2; zigzag down 3P(P-1)/4, up (2P-1)(P-1)/2; striped P(P-1). */
 TEST(travel_of_causal_masks) {
-    int P, n, up;
-    for (P = 2; P <= 8; P++) for (n = 2; n <= 4; n += 2) {
+    int up;
+    for (int P = 2; P <= 8; P++) for (int n = 2; n <= 4; n += 2) {
         problem p;
         setup s;
         totals t;
@@ -92,8 +89,7 @@ TEST(travel_of_causal_masks) {
 }
 
 TEST(travel_without_a_mask) {
-    int i;
-    for (i = 0; i < 24; i++) {
+    for (int i = 0; i < 24; i++) {
         int P = 1 + i / 3;
         problem p;
         setup s;
@@ -114,8 +110,7 @@ TEST(travel_of_windows) {
     static const int64_t contiguous[4] = { 7 * 64, 0, 7 * 64, 7 * 128 };
     problem p;
     setup s;
-    int i;
-    for (i = 0; i < 4; i++) {
+    for (int i = 0; i < 4; i++) {
         if (!h_case(i)) continue;
         shape_for_hops(&p, &s, 8 * 128, 8, RA_LAYOUT_CONTIGUOUS);
         p.mask.window = windows[i];
@@ -132,22 +127,21 @@ TEST(travel_of_windows) {
  * grid (4 < 6), so shards of 67, 67, 66 tokens; causal, upwards: rank 0's keys go to 1 and 2. */
 TEST(bytes_to_the_byte) {
     problem p;
-    setup s;
+    setup s = { 0 };
     ra_desc d;
     ra_plan *plan = NULL;
     ra_plan_report r[3];
-    int i, f32 = 4, f16 = 2;
+    int f32 = 4, f16 = 2;
     int64_t a, b, row_k = 2 * 5 * f32, row_v = 2 * 3 * f16;
     problem_shape(&p, 200, 4, 2, 5, 3);
     problem_dtypes(&p, RA_F32, RA_F32, RA_F16, RA_F32);
     p.mask.kind = RA_MASK_CAUSAL;
-    memset(&s, 0, sizeof s);
     s.ranks = 3;
     s.layout = RA_LAYOUT_CONTIGUOUS;
     s.chunk_tokens = 128;                              /* one message a shard */
     d = rank_desc(&p, &s, 0);
     if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) return;
-    for (i = 0; i < 3; i++) CHECK_EQ(ra_plan_query(plan, i, &r[i]), RA_OK);
+    for (int i = 0; i < 3; i++) CHECK_EQ(ra_plan_query(plan, i, &r[i]), RA_OK);
     a = 64 + (67 * row_k + 63) / 64 * 64 + (67 * row_v + 63) / 64 * 64;
     b = a;
     CHECK_EQ(r[0].q_rows, 67); CHECK_EQ(r[1].k_rows, 67); CHECK_EQ(r[2].q_rows, 66);
@@ -180,8 +174,8 @@ typedef struct tiles { int64_t empty, partial, full, pairs; } tiles;
 /* Tiles of the rows from `row` on (at most 64, of one run) against those of a key block. */
 static void count_tile(const problem *p, const int32_t *q, int64_t nq, const int32_t *k, int64_t nk,
                        tiles *t) {
-    int64_t i, j, seen = 0;
-    for (i = 0; i < nq; i++) for (j = 0; j < nk; j++) seen += visible(&p->mask, q[i], k[j]);
+    int64_t j, seen = 0;
+    for (int64_t i = 0; i < nq; i++) for (j = 0; j < nk; j++) seen += visible(&p->mask, q[i], k[j]);
     t->pairs += seen;
     if (seen == 0) t->empty += p->Hq;
     else if (seen == nq * nk) t->full += p->Hq;
@@ -199,14 +193,13 @@ static tiles rank_tiles(const world *w, int rank) {
     const problem *p = w->p;
     const seat *q = &w->seats[rank], *k;
     tiles t = { 0, 0, 0, 0 };
-    int64_t i, j, nq, nk;
-    int b, other;
-    for (b = 0; b < p->B; b++) for (i = 0; i < q->q_len[b]; i += nq) {
+    int64_t nq, nk;
+    for (int b = 0; b < p->B; b++) for (int64_t i = 0; i < q->q_len[b]; i += nq) {
         const int32_t *qp = q->q_pos + b * q->q_rows;
         nq = block_rows(qp, i, q->q_len[b]);
-        for (other = 0; other < w->s->ranks; other++) {
+        for (int other = 0; other < w->s->ranks; other++) {
             k = &w->seats[other];
-            for (j = 0; j < k->k_len[b]; j += nk) {
+            for (int64_t j = 0; j < k->k_len[b]; j += nk) {
                 const int32_t *kp = k->k_pos + b * k->k_rows;
                 nk = block_rows(kp, j, k->k_len[b]);
                 count_tile(p, qp + i, nq, kp + j, nk, &t);
@@ -217,19 +210,17 @@ static tiles rank_tiles(const world *w, int rank) {
 }
 
 static void world_close(world *w) {
-    int rank;
-    for (rank = 0; rank < w->s->ranks; rank++) part_free(&w->seats[rank]);
+    for (int rank = 0; rank < w->s->ranks; rank++) part_free(&w->seats[rank]);
 }
 
 /* Every mask on the grid, contiguous, zigzag and striped: tiles by class, pairs, flops. */
 TEST(tiles_by_brute_force) {
     static world w;
-    int64_t index;
-    for (index = 0; index < 3 * MASKS; index++) {
+    for (int64_t index = 0; index < 3 * MASKS; index++) {
         int m = (int)(index % MASKS), rank;
         h_rng r = h_case_rng(index);
         problem p;
-        setup s;
+        setup s = { 0 };
         ra_plan *plan = NULL;
         if (!h_case(index)) continue;
         problem_shape(&p, h_range(&r, 380, 450), 2, 1, 4, 4);
@@ -237,7 +228,6 @@ TEST(tiles_by_brute_force) {
         p.tq[1] = p.tk[1] = p.q_max;
         problem_mask(&p, &r, m);
         problem_data(&p, &r);
-        memset(&s, 0, sizeof s);
         s.ranks = (int32_t)h_range(&r, 1, 3);          /* at least 2 blocks per rank: on the grid */
         s.layout = RA_LAYOUT_CONTIGUOUS + (int32_t)(index / MASKS);
         s.chunk_tokens = (int32_t)h_range(&r, 1, 200);
@@ -270,13 +260,11 @@ TEST(tiles_by_brute_force) {
 TEST(pairs_by_brute_force) {
     static world w;
     wish want_ = { -1, 0, 0, 0, 2e5 };
-    int64_t index;
-    for (index = 0; index < 60; index++) {
+    for (int64_t index = 0; index < 60; index++) {
         static const int layouts[4] = { L_RUNS, L_CONTIGUOUS_W, L_ZIGZAG_W, L_STRIPED };
         h_rng r = h_case_rng(index);
         problem p;
         setup s;
-        int rank;
         ra_plan *plan = NULL;
         if (!h_case(index)) continue;
         want_.layout = layouts[index % 4];
@@ -286,7 +274,7 @@ TEST(pairs_by_brute_force) {
         describe_case(&p, &s);
         if (CHECK_EQ(world_open(&w, &p, &s), RA_OK) &&
             CHECK_EQ(ra_plan_create(&plan, &w.seats[0].d, NULL), RA_OK)) {
-            for (rank = 0; rank < s.ranks; rank++) {
+            for (int rank = 0; rank < s.ranks; rank++) {
                 ra_plan_report g;
                 CHECK_EQ(ra_plan_query(plan, rank, &g), RA_OK);
                 CHECK_EQ(g.pairs, rank_tiles(&w, rank).pairs);
@@ -301,9 +289,9 @@ TEST(pairs_by_brute_force) {
 
 /* -------------------------------------------------------------------------- against runs */
 static void check_counters(const setup *s, const outcome *o) {
-    int rank, shared = s->wire == WIRE_SHARED;
+    int shared = s->wire == WIRE_SHARED;
     int64_t in = 0, out = 0;
-    for (rank = 0; rank < s->ranks; rank++) {
+    for (int rank = 0; rank < s->ranks; rank++) {
         const ra_plan_report *r = &o->report[rank];
         const ra_ring_counters *c = &o->counters[rank];
         CHECK_EQ(c->tiles_empty, r->forward.tiles_empty);
@@ -329,9 +317,8 @@ static void check_counters(const setup *s, const outcome *o) {
  * same about every rank. */
 TEST(counters_of_random_runs) {
     wish w = { -1, -1, 0, -1, 3e5 };
-    int64_t i, n = h_run.large ? 5000 : 150;
-    int rank;
-    for (i = 0; i < n; i++) {
+    int64_t n = h_run.large ? 5000 : 150;
+    for (int64_t i = 0; i < n; i++) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
@@ -351,7 +338,7 @@ TEST(counters_of_random_runs) {
             check_counters(&s, &o);
             d = rank_desc(&p, &s, (int)h_range(&r, 0, s.ranks - 1));
             CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
-            for (rank = 0; plan && rank < s.ranks; rank++) {
+            for (int rank = 0; plan && rank < s.ranks; rank++) {
                 ra_plan_report g;
                 CHECK_EQ(ra_plan_query(plan, rank, &g), RA_OK);
                 CHECK_BITS(&g, &o.report[rank], sizeof g);
@@ -376,14 +363,14 @@ typedef struct packed {
 
 static void packed_make(packed *x, int docs, int64_t length, int sorted, int32_t way) {
     int64_t piece = length / 16, n = 0;
-    int rank, i;
     memset(x, 0, sizeof *x);
+    x->d = ra_desc_make(1, 1, 16, RA_F32, RA_MASK_CAUSAL);
     x->first = (int64_t *)malloc((size_t)docs * sizeof *x->first);
     x->runs = (ra_run *)malloc((size_t)docs * 16 * sizeof *x->runs);
-    for (i = 0; i < docs; i++) x->first[i] = i * length;
-    for (rank = 0; rank < 8; rank++) {
+    for (int i = 0; i < docs; i++) x->first[i] = i * length;
+    for (int rank = 0; rank < 8; rank++) {
         x->count[rank] = 2 * docs;
-        for (i = 0; i < 2 * docs; i++, n++) {
+        for (int i = 0; i < 2 * docs; i++, n++) {
             int back = sorted ? i >= docs : i % 2, doc = sorted ? i % docs : i / 2;
             x->runs[n].first = x->first[doc] + piece * (back ? 15 - rank : rank);
             x->runs[n].count = piece;
@@ -391,11 +378,7 @@ static void packed_make(packed *x, int docs, int64_t length, int sorted, int32_t
         }
     }
     x->d.ranks = 8;
-    x->d.q_heads = x->d.kv_heads = 1;
-    x->d.k_dim = x->d.v_dim = 16;
-    x->d.q_dtype = x->d.k_dtype = x->d.v_dtype = x->d.o_dtype = RA_F32;
     x->d.tokens = docs * length;
-    x->d.mask.kind = RA_MASK_CAUSAL;
     x->d.mask.doc_first = x->first;
     x->d.mask.doc_count = docs;
     x->d.layout.kind = RA_LAYOUT_RUNS;
@@ -415,10 +398,10 @@ static void packed_free(packed *x) {
  * than n log n with the number of documents. */
 TEST(packed_documents) {
     enum { LENGTH = 1024 };
-    int sorted, way, half, rank;
-    for (way = 0; way <= RA_TRAVEL_Q; way++) for (sorted = 0; sorted < 2; sorted++) {
+    int rank;
+    for (int way = 0; way <= RA_TRAVEL_Q; way++) for (int sorted = 0; sorted < 2; sorted++) {
         int64_t tokens = 0, seen[2] = { 0, 0 };
-        for (half = 1; half >= 0; half--) {
+        for (int half = 1; half >= 0; half--) {
             const int docs = half ? 128 : 256;
             const int64_t most = docs * LENGTH / 8 / 4096;
             ra_plan *plan = NULL;
@@ -450,27 +433,20 @@ TEST(walks_are_linear) {
     enum { MOST = 8192, DIM = 4 };
     static ra_run runs[MOST];
     static float q[MOST * DIM], o[MOST * DIM];
-    int64_t n, before, i, k;
-    int nth, ith;
-    for (nth = 1; nth <= 3; nth++) for (n = 64; n <= MOST; n *= 2) {
-        ra_desc d;
-        ra_tensors t;
+    int64_t before, k;
+    for (int nth = 1; nth <= 3; nth++) for (int64_t n = 64; n <= MOST; n *= 2) {
+        ra_desc d = ra_desc_make(2, 2, DIM / 2, RA_F32, RA_MASK_NONE);
+        ra_tensors t = { 0 };
         void *memory;
         size_t bytes;
         int many = n <= 512;           /* queries too */
-        memset(&d, 0, sizeof d);
-        memset(&t, 0, sizeof t);
-        for (i = 0; i < n; i++) {
+        for (int64_t i = 0; i < n; i++) {
             runs[i].first = i * 3 * RA_BLOCK_TOKENS;
             runs[i].count = 1;
             runs[i].stride = 7;
         }
-        d.q_heads = d.kv_heads = 2;
-        d.k_dim = d.v_dim = DIM / 2;
-        d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
         d.tokens = many ? n : 1;
         d.kv_tokens = n;
-        d.mask.kind = RA_MASK_NONE;
         t.q.data = t.k.data = t.v.data = q;
         t.o.data = o;
         t.k_pos.runs = runs;
@@ -479,7 +455,7 @@ TEST(walks_are_linear) {
         bytes = ra_attention_bytes(&d, nth);
         if (!CHECK_EQ(posix_memalign(&memory, 64, bytes + 1), 0)) return;
         before = lookups();
-        for (ith = 0; ith < nth; ith++)
+        for (int ith = 0; ith < nth; ith++)
             CHECK_EQ(ra_attention(&d, &t, memory, bytes, ith, nth), RA_OK);
         k = many ? n * n : n;
         CHECK(2 * (lookups() - before) >= n && lookups() - before <= 12 * nth * k);
@@ -497,13 +473,12 @@ static int run_has(const ra_run *run, int64_t p) {
 TEST(runs_that_meet) {
     static const int64_t top = (int64_t)RA_MAX_POSITION - 1;
     ra_run hostile[2];
-    int64_t i, p;
-    for (i = 0; i < 20000; i++) {
+    int64_t p;
+    for (int64_t i = 0; i < 20000; i++) {
         h_rng r = h_case_rng(i);
         ra_run run[2];
-        int k;
         if (!h_case(i)) continue;
-        for (k = 0; k < 2; k++) {
+        for (int k = 0; k < 2; k++) {
             run[k].first = h_range(&r, 0, 60);
             run[k].stride = h_range(&r, 1, i % 2 ? 40 : 6);
             run[k].count = h_range(&r, 1, 20);
@@ -512,7 +487,7 @@ TEST(runs_that_meet) {
         CHECK_EQ(hook_runs_meet(&run[0], &run[1]), p < 1000 ? p : -1);
         CHECK_EQ(hook_runs_meet(&run[1], &run[0]), p < 1000 ? p : -1);
     }
-    for (i = 0; i < 2; i++) {          /* walking would take 2^30 steps */
+    for (int64_t i = 0; i < 2; i++) {          /* walking would take 2^30 steps */
         hostile[i].first = i;
         hostile[i].stride = 2;
         hostile[i].count = top / 2;
@@ -531,19 +506,17 @@ TEST(runs_that_meet) {
 
 /* A table of runs is refused if and only if it has a position twice, and the sentence names one. */
 TEST(positions_held_twice) {
-    int64_t i;
     int refused = 0;
-    for (i = 0; i < 400; i++) {
+    for (int64_t i = 0; i < 400; i++) {
         h_rng r = h_case_rng(i);
         ra_run run[40];
         uint8_t held[400];
         int32_t count[4] = { 0, 0, 0, 0 };
         ra_error e;
-        ra_desc d;
+        ra_desc d = ra_desc_make(1, 1, 1, RA_F32, RA_MASK_CAUSAL);
         int n = (int)h_range(&r, 1, i % 4 ? 6 : 40), twice = 0, k;
         int64_t j, p;
         if (!h_case(i)) continue;
-        memset(&d, 0, sizeof d);
         memset(held, 0, sizeof held);
         for (k = 0; k < n; k++) {
             run[k].first = h_range(&r, 0, 299);
@@ -553,10 +526,7 @@ TEST(positions_held_twice) {
             for (j = 0; j < run[k].count; j++) twice |= held[run[k].first + j * run[k].stride]++;
         }
         d.ranks = 4;
-        d.q_heads = d.kv_heads = d.k_dim = d.v_dim = 1;
-        d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
         d.tokens = 400;
-        d.mask.kind = RA_MASK_CAUSAL;
         d.layout.kind = RA_LAYOUT_RUNS;
         d.layout.q_runs = run;
         d.layout.q_run_count = count;
@@ -576,13 +546,12 @@ TEST(positions_held_twice) {
 TEST(positions_held_twice_among_many) {
     enum { MANY = 5000 };
     static ra_run run[MANY + 1];
-    int64_t i;
-    for (i = 0; i < 40; i++) {
+    for (int64_t i = 0; i < 40; i++) {
         h_rng r = h_case_rng(i);
         int32_t count = MANY + 1;
         int64_t k, j, far = h_range(&r, 1, MANY - 1);
         ra_error e;
-        ra_desc d, full;
+        ra_desc d = ra_desc_make(1, 1, 1, RA_F32, RA_MASK_CAUSAL), full;
         if (!h_case(i)) continue;
         for (k = 0; k < MANY; k++) {               /* the even positions of a hundred each */
             run[k].first = 100 * k;
@@ -604,11 +573,7 @@ TEST(positions_held_twice_among_many) {
             run[j] = run[MANY];
             run[MANY] = x;
         }
-        memset(&d, 0, sizeof d);
-        d.q_heads = d.kv_heads = d.k_dim = d.v_dim = 1;
-        d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
         d.tokens = 100 * MANY + 1000;
-        d.mask.kind = RA_MASK_CAUSAL;
         d.layout.kind = RA_LAYOUT_RUNS;
         d.layout.q_runs = run;
         d.layout.q_run_count = &count;
@@ -622,20 +587,19 @@ TEST(positions_held_twice_among_many) {
 TEST(positions_of_layouts) {
     static world w;
     problem p;
-    setup s;
+    setup s = { 0 };
     h_rng r = h_case_rng(0);
-    int64_t i, rank;
+    int64_t i;
     static const int32_t weights[4] = { 1, 0, 4, 3 };  /* of 8 blocks */
     static const int64_t firsts[4] = { 0, 64, 64, 320 }, counts[4] = { 64, 0, 256, 180 };
     problem_shape(&p, 500, 1, 1, 4, 4);
     p.q_offset = 7;
     p.tk[0] = p.k_max = 507;
     problem_data(&p, &r);
-    memset(&s, 0, sizeof s);
     s.ranks = 4;
     s.layout = RA_LAYOUT_STRIPED;
     CHECK_EQ(world_open(&w, &p, &s), RA_OK);
-    for (rank = 0; rank < 4; rank++) {
+    for (int64_t rank = 0; rank < 4; rank++) {
         CHECK_EQ(w.seats[rank].q_rows, 125);
         CHECK_EQ(w.seats[rank].k_rows, rank < 3 ? 127 : 126);
         for (i = 0; i < 125; i++) CHECK_EQ(w.seats[rank].q_pos[i], 7 + rank + 4 * i);
@@ -646,7 +610,7 @@ TEST(positions_of_layouts) {
     s.weighted = 1;
     memcpy(s.weights, weights, sizeof weights);
     CHECK_EQ(world_open(&w, &p, &s), RA_OK);
-    for (rank = 0; rank < 4; rank++) {
+    for (int64_t rank = 0; rank < 4; rank++) {
         CHECK_EQ(w.seats[rank].q_rows, counts[rank]);
         for (i = 0; i < counts[rank]; i++) CHECK_EQ(w.seats[rank].q_pos[i], 7 + firsts[rank] + i);
         CHECK_EQ(w.seats[rank].k_rows, counts[rank] + (rank == 3 ? 7 : 0));
@@ -655,7 +619,7 @@ TEST(positions_of_layouts) {
     s.layout = RA_LAYOUT_ZIGZAG;
     s.weighted = 0;                                    /* 8 blocks: pairs {0,7} {1,6} {2,5} {3,4} */
     CHECK_EQ(world_open(&w, &p, &s), RA_OK);
-    for (rank = 0; rank < 4; rank++) {
+    for (int64_t rank = 0; rank < 4; rank++) {
         int64_t back = 7 + 64 * (7 - rank), n = rank ? 128 : 64 + 500 - 448;
         CHECK_EQ(w.seats[rank].q_rows, n);
         for (i = 0; i < 64; i++) CHECK_EQ(w.seats[rank].q_pos[i], 7 + 64 * rank + i);
@@ -670,11 +634,10 @@ TEST(positions_of_layouts) {
 static ra_prediction predicted(const ra_plan *plan, int rank, double flops, double bytes,
                                double latency) {
     ra_rates rates;
-    ra_prediction out;
+    ra_prediction out = { 0 };
     rates.flops_per_s = flops;
     rates.link_bytes_per_s = bytes;
     rates.link_latency_s = latency;
-    memset(&out, 0, sizeof out);
     CHECK_EQ(ra_plan_predict(plan, rank, &rates, &out), RA_OK);
     return out;
 }
@@ -792,9 +755,9 @@ TEST(default_chunks_hide_transfers) {
         const overlap straight = overlap_of(late, ranks, 0);
         ra_plan_report r;
         CHECK_EQ(ra_plan_query(causal, 0, &r), RA_OK);
-        snprintf(h_run.context, sizeof h_run.context, "%d ranks, %lld rows each: %.3f, %.3f, %.3f; "
-                 "%d of %d", ranks, (long long)shard, zigzag.hidden, straight.hidden, whole.hidden,
-                 r.buffers, r.chunk_tokens);
+        h_context("%d ranks, %lld rows each: %.3f, %.3f, %.3f; " "%d of %d", ranks,
+                  (long long)shard, zigzag.hidden, straight.hidden, whole.hidden, r.buffers,
+                  r.chunk_tokens);
         if (h_run.verbose) printf("%s\n", h_run.context);
         CHECK(zigzag.hidden >= 0.85);
         CHECK(straight.hidden >= 0.85 || shard < 2048);
@@ -826,8 +789,8 @@ TEST(rounds_hide_transfers) {
         for (int rank = 0; rank < ranks; rank++)
             link = fmax(link, predicted(plan, rank, 1e300, 1e9, 0).transfer_s);
         CHECK_EQ(ra_plan_query(plan, 0, &r), RA_OK);
-        snprintf(h_run.context, sizeof h_run.context, "%d ranks, %lld rows each, causal %d: %.3f",
-                 ranks, (long long)shard, causal, x.hidden);
+        h_context("%d ranks, %lld rows each, causal %d: %.3f", ranks, (long long)shard, causal,
+                  x.hidden);
         if (h_run.verbose) printf("%s\n", h_run.context);
         CHECK(x.hidden >= 0.85);
         CHECK(alone.all_done_s <= link + ranks * (double)r.forward.chunk_bytes / 1e9);
@@ -902,9 +865,9 @@ TEST(rates_serve_short_shards) {
     for (int i = 0; i < 3 * 3 * 2; i++) {
         const int ranks = 2 << i % 3, shard = 256 << i / 3 % 3, causal = i / 9;
         const short_shard x = short_shard_of(ranks, shard, causal);
-        snprintf(h_run.context, sizeof h_run.context, "%d ranks, %d rows each, causal %d: known "
-                 "rates %.2f, default %.2f, one chunk %.2f", ranks, shard, causal, x.known,
-                 x.unknown, x.one);
+        h_context("%d ranks, %d rows each, causal %d: known "
+                  "rates %.2f, default %.2f, one chunk %.2f",
+                  ranks, shard, causal, x.known, x.unknown, x.one);
         if (h_run.verbose) printf("%s\n", h_run.context);
         CHECK(x.known <= 1.2 && x.unknown <= 1.96);
         one = fmax(one, x.one);
@@ -938,25 +901,22 @@ TEST(prediction_of_imbalance) {
  * for copying and for shared transports. */
 TEST(workspace_to_the_byte) {
     wish w = { -1, -1, 0, -1, 2e5 };
-    int64_t i;
-    for (i = 0; i < 60; i++) {
+    for (int64_t i = 0; i < 60; i++) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
         mail_net *network;
         ra_world *shared = NULL;
-        ra_world_desc wd;
+        ra_world_desc wd = { 0 };
         ra_transport t;
         ra_plan *plan = NULL;
         ra_plan_report g;
         ra_desc d;
-        int kind;
         if (!h_case(i)) continue;
         random_problem(&p, &r, &w);
         random_setup(&s, &p, &r, &w);
         describe_case(&p, &s);
         d = rank_desc(&p, &s, (int)h_range(&r, 0, s.ranks - 1));
-        memset(&wd, 0, sizeof wd);
         wd.ranks = s.ranks;
         s.wire = WIRE_POST;
         network = setup_network(&s);
@@ -964,13 +924,12 @@ TEST(workspace_to_the_byte) {
         CHECK_EQ(ra_world_create(&shared, &wd), RA_OK);
         CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
         if (!plan || ra_plan_query(plan, d.rank, &g) != RA_OK) continue;
-        for (kind = 0; kind < 2 && s.ranks > 1; kind++) {
+        for (int kind = 0; kind < 2 && s.ranks > 1; kind++) {
             const ra_transport *by = kind ? ra_world_transport(shared, d.rank) : &t;
             size_t bytes = (size_t)(kind ? g.shared_workspace_bytes : g.workspace_bytes);
             uint8_t *raw = (uint8_t *)malloc(bytes + 64);
-            ra_ring_desc rd;
+            ra_ring_desc rd = { 0 };
             ra_ring *ring = NULL;
-            memset(&rd, 0, sizeof rd);
             rd.workspace = raw + (64 - (uintptr_t)raw % 64) % 64;
             rd.workspace_bytes = bytes;
             CHECK_EQ(ra_ring_create(&ring, plan, by, &rd), RA_OK);
@@ -996,13 +955,12 @@ TEST(workspace_to_the_byte) {
  * sequence, and is a few chunks. An f32 output holds the sums: the state is then m and l alone. */
 TEST(memory_is_a_few_chunks) {
     static const int64_t lengths[3] = { 32768, 65536, 131072 };
-    int layout, i, f16;
-    for (layout = RA_LAYOUT_CONTIGUOUS; layout <= RA_LAYOUT_STRIPED; layout++) {
-        for (f16 = 0; f16 < 2; f16++) {
+    for (int layout = RA_LAYOUT_CONTIGUOUS; layout <= RA_LAYOUT_STRIPED; layout++) {
+        for (int f16 = 0; f16 < 2; f16++) {
             int64_t extra[3] = { 0, 0, 0 }, shared[3] = { 0, 0, 0 };
-            for (i = 0; i < 3; i++) {
+            for (int i = 0; i < 3; i++) {
                 problem p;
-                setup s;
+                setup s = { 0 };
                 ra_desc d;
                 ra_plan *plan = NULL;
                 ra_plan_report g;
@@ -1010,7 +968,6 @@ TEST(memory_is_a_few_chunks) {
                 problem_shape(&p, lengths[i], 4, 2, 64, 64);
                 p.mask.kind = RA_MASK_CAUSAL;
                 if (f16) p.o_dtype = RA_F16;
-                memset(&s, 0, sizeof s);
                 s.ranks = 4;
                 s.layout = layout;
                 s.chunk_tokens = 256;
@@ -1083,18 +1040,13 @@ TEST(few_rows_far_away) {
         ra_plan_report g;
         purse u;
         ra_allocator a = purse_allocator(&u);
-        ra_desc d;
-        memset(&d, 0, sizeof d);
+        ra_desc d = ra_desc_make(1, 1, 16, RA_F32, RA_MASK_CAUSAL);
         memset(runs, 0, sizeof runs);
         runs[0].first = RA_MAX_POSITION - 128;
         runs[1].first = RA_MAX_POSITION - 64;
         runs[0].count = runs[1].count = 64;
         d.ranks = 2;
         d.tokens = layouts[i] == RA_LAYOUT_RUNS ? RA_MAX_POSITION : 128;
-        d.q_heads = d.kv_heads = 1;
-        d.k_dim = d.v_dim = 16;
-        d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
-        d.mask.kind = RA_MASK_CAUSAL;
         d.layout.kind = layouts[i];
         if (layouts[i] == RA_LAYOUT_RUNS) {
             d.layout.q_runs = runs;
@@ -1117,9 +1069,7 @@ static ra_status counted_rank(ra_world *library_world, int rank, void *user) {
     counted *c = (counted *)user;
     seat *e = &c->w.seats[rank];
     ra_allocator a = purse_allocator(&c->purses[rank]);
-    ra_ring_desc rd;
-    int pass;
-    memset(&rd, 0, sizeof rd);
+    ra_ring_desc rd = { 0 };
     rd.allocator = a;
     e->status = ra_plan_create(&e->plan, &e->d, &a);
     CHECK_EQ(c->purses[rank].calls, 1);
@@ -1127,7 +1077,7 @@ static ra_status counted_rank(ra_world *library_world, int rank, void *user) {
         e->status = ra_ring_create(&e->ring, e->plan, ra_world_transport(library_world, rank), &rd);
     }
     c->before[rank] = c->purses[rank].calls;
-    for (pass = 0; pass < 3 && e->status == RA_OK; pass++) {
+    for (int pass = 0; pass < 3 && e->status == RA_OK; pass++) {
         e->status = ra_forward(e->plan, e->ring, &e->t, ra_deadline_ms(60000));
     }
     c->after[rank] = c->purses[rank].calls;
@@ -1141,23 +1091,20 @@ static ra_status counted_rank(ra_world *library_world, int rank, void *user) {
 TEST(nothing_allocates_in_a_pass) {
     static counted c;
     problem p;
-    setup s;
+    setup s = { 0 };
     int64_t live = hook_blocks, calls;
-    int rank;
     h_rng r = h_case_rng(0);
-    ra_world_desc wd;
+    ra_world_desc wd = { 0 };
     purse worlds;
     problem_shape(&p, 700, 4, 2, 16, 16);
     p.mask.kind = RA_MASK_CAUSAL;
     p.o_dtype = RA_BF16;
     problem_data(&p, &r);
-    memset(&s, 0, sizeof s);
     s.ranks = 4;
     s.layout = RA_LAYOUT_ZIGZAG;
     s.chunk_tokens = 64;
     memset(&c, 0, sizeof c);
     CHECK_EQ(world_open(&c.w, &p, &s), RA_OK);
-    memset(&wd, 0, sizeof wd);
     wd.allocator = purse_allocator(&worlds);
     calls = hook_allocations;
     CHECK(calls > 0);                  /* world_open has made a plan without an allocator */
@@ -1166,7 +1113,7 @@ TEST(nothing_allocates_in_a_pass) {
     CHECK_EQ(worlds.live, 0);
     CHECK_EQ(worlds.wrong, 0);
     CHECK(worlds.calls > 0);
-    for (rank = 0; rank < 4; rank++) {
+    for (int rank = 0; rank < 4; rank++) {
         CHECK(c.before[rank] >= 2);
         CHECK_EQ(c.after[rank], c.before[rank]);
         CHECK_EQ(c.purses[rank].live, 0);
@@ -1180,24 +1127,22 @@ TEST(nothing_allocates_in_a_pass) {
 /* The allocator failing at its n-th call, for every n: RA_E_NOMEM and nothing kept. */
 TEST(every_allocation_may_fail) {
     problem p;
-    setup s;
+    setup s = { 0 };
     ra_desc d;
-    int64_t n, failures = 0;
+    int64_t failures = 0;
     problem_shape(&p, 700, 4, 2, 16, 16);
     p.mask.kind = RA_MASK_CAUSAL;
-    memset(&s, 0, sizeof s);
     s.ranks = 1;
     s.layout = RA_LAYOUT_CONTIGUOUS;
     d = rank_desc(&p, &s, 0);
-    for (n = 1; n < 20; n++) {
+    for (int64_t n = 1; n < 20; n++) {
         ra_plan *plan = NULL;
         ra_ring *ring = NULL;
-        ra_ring_desc rd;
+        ra_ring_desc rd = { 0 };
         purse u;
         ra_allocator a = purse_allocator(&u);
         ra_status status;
         u.fail_at = n;
-        memset(&rd, 0, sizeof rd);
         rd.allocator = a;
         status = ra_plan_create(&plan, &d, &a);
         if (status == RA_OK) status = ra_ring_create(&ring, plan, NULL, &rd);

@@ -73,10 +73,9 @@ static void next_net(sim *w, int fault) {
 
 static void make_ring(sim *w, int r) {
     seat *s = &w->seat[r];
-    ra_ring_desc rd;
+    ra_ring_desc rd = { 0 };
     ra_error error;
     int64_t most = 0;
-    memset(&rd, 0, sizeof rd);
     for (int i = 0; i < w->passes; i++) {
         ra_plan_report p;
         (void)ra_plan_query(w->plan[i][r], r, &p);
@@ -97,12 +96,12 @@ static void make_ring(sim *w, int r) {
 
 static void describe(const sim *w) {
     const ra_desc *d = &w->problem[0].d;
-    snprintf(h_run.context, sizeof h_run.context,
-             "P %d passes %d threads %d | B %d T %lld keys %lld H %d/%d D %d/%d dtypes %d%d%d%d "
-             "mask %d layout %d chunk %d buffers %d order %d fetch %d", w->ranks, w->passes,
-             w->threads, d->sequences, (long long)d->tokens, (long long)d->kv_tokens, d->q_heads,
-             d->kv_heads, d->k_dim, d->v_dim, d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype,
-             d->mask.kind, d->layout.kind, d->chunk_tokens, d->buffers, d->order, w->fetch);
+    h_context("P %d passes %d threads %d | B %d T %lld keys %lld H %d/%d D %d/%d dtypes %d%d%d%d "
+              "mask %d layout %d chunk %d buffers %d order %d fetch %d",
+              w->ranks, w->passes, w->threads, d->sequences, (long long)d->tokens,
+              (long long)d->kv_tokens, d->q_heads, d->kv_heads, d->k_dim, d->v_dim, d->q_dtype,
+              d->k_dtype, d->v_dtype, d->o_dtype, d->mask.kind, d->layout.kind, d->chunk_tokens,
+              d->buffers, d->order, w->fetch);
 }
 
 /* A problem of which AMX folds 8 blocks of a chunk at once and reads K where it came. */
@@ -204,10 +203,9 @@ static int place_of(const sim *w, int r) {
 
 static ra_status call(sim *w, int r, int ith) {
     seat *s = &w->seat[r];
-    ra_job job;
+    ra_job job = { 0 };
     ra_status st;
     if (s->begun) return ra_step(s->ring, ith);
-    memset(&job, 0, sizeof job);
     s->given = s->part[s->ran].t;
     job.plan = w->plan[s->ran][r];
     job.tensors = &s->given;
@@ -303,9 +301,8 @@ static void begin_all(sim *w, int epoch, int odd) {
     for (int r = 0; r < w->ranks; r++) if (!w->seat[r].dead) w->survivor[n++] = r;
     for (int i = 0; i < n && !w->wrong; i++) {
         seat *s = &w->seat[w->survivor[i]];
-        ra_resume_desc rd;
+        ra_resume_desc rd = { 0 };
         ra_status st;
-        memset(&rd, 0, sizeof rd);
         rd.transport = n > 1 ? &w->net->rank[i].transport : NULL;
         rd.survivors = w->survivor;
         rd.ranks = n;
@@ -374,15 +371,13 @@ static void check_messages(sim *w, int i) {
 /* A rank whose pass has been resumed: it is the pass that it would have been. */
 static int64_t check_resumed(sim *w, int r) {
     seat *s = &w->seat[r];
-    ra_resumed n;
-    ra_job job;
-    memset(&n, 0, sizeof n);
+    ra_resumed n = { 0 };
+    ra_job job = { 0 };
     if (!SOUND(w, ra_ring_resumed(s->ring, &n) == RA_OK)) return 0;
     SOUND(w, n.pass >= 0 && n.pass <= w->passes);
     if (n.pass > s->ran) s->ran = (int)n.pass;
     if (n.pass > 0) SOUND(w, same_result(&s->part[n.pass - 1], &s->want[n.pass - 1]));
     if (n.pass > 0) check_tiles(w, r, (int)n.pass - 1);
-    memset(&job, 0, sizeof job);
     job.plan = w->plan[0][r];
     job.tensors = &s->part[0].t;
     SOUND(w, ra_begin(s->ring, &job) == RA_E_STATE);
@@ -395,10 +390,9 @@ static int64_t check_resumed(sim *w, int r) {
 
 /* All ended well, on the same pass, or all say the same. 1: well. */
 static int check_ends(sim *w) {
-    ra_failure first, f;
+    ra_failure first = { 0 }, f;
     int64_t pass = -1;
     int well = 0;
-    memset(&first, 0, sizeof first);
     for (int i = 0; i < w->alive; i++) well += w->seat[w->survivor[i]].end == RA_OK;
     if (well) resumed++;
     else refused++;
@@ -632,11 +626,10 @@ static void refuse_each(ra_ring *ring, const ra_resume_desc *good) {
 TEST(refusals) {
     sim *w = after_a_death(7, 4, 3, 40);
     ra_ring *ring = w->seat[1].ring;
-    ra_resume_desc good, rd;
+    ra_resume_desc good = { 0 }, rd;
     ra_transport tp;
     ra_resumed n;
     next_net(w, 0);
-    memset(&good, 0, sizeof good);
     good.transport = &w->net->rank[1].transport;
     good.survivors = w->survivor;
     good.ranks = 3;
@@ -682,14 +675,12 @@ TEST(refusals) {
 /* A ring that has begun no pass, and a ring of one. */
 TEST(nothing_to_resume) {
     ra_desc d = ra_desc_make(1, 1, 8, RA_F32, RA_MASK_CAUSAL);
-    net_config c;
+    net_config c = { 0 };
     net *n;
     int32_t alive[1] = { 0 };
-    ra_resume_desc rd;
+    ra_resume_desc rd = { 0 };
     ra_plan *plan = NULL;
     ra_ring *ring = NULL;
-    memset(&c, 0, sizeof c);
-    memset(&rd, 0, sizeof rd);
     c.ranks = 2;
     n = net_create(&c);
     d.tokens = 100;
@@ -708,9 +699,8 @@ TEST(nothing_to_resume) {
 /* A transport that cannot promise to leave the buffers alone. */
 TEST(unsafe) {
     sim *w = after_a_death(11, 2, 1, 0);
-    ra_resume_desc rd;
+    ra_resume_desc rd = { 0 };
     int32_t alive[1] = { 0 };
-    memset(&rd, 0, sizeof rd);
     rd.survivors = alive;
     rd.ranks = rd.epoch = 1;
     for (uint64_t seed = 12; w->seat[0].end == RA_OK; seed++) {      /* it waits for the dead */
@@ -755,8 +745,7 @@ TEST(backward) {
         begin_all(w, 1, -1);
         run_world(w, -1, 0);
         for (int k = 0; k < 2 && failed; k++) {
-            ra_failure f;
-            memset(&f, 0, sizeof f);
+            ra_failure f = { 0 };
             SOUND(w, ra_ring_failure(w->seat[w->survivor[k]].ring, &f) == RA_OK);
             SOUND(w, f.status == RA_E_UNSUPPORTED && strstr(f.text, "backward"));
         }
@@ -805,17 +794,13 @@ TEST(engines_that_failed) {
         ra_desc d = ra_desc_make(1, 1, 8, RA_F32, RA_MASK_CAUSAL);
         broken_engine e = { NULL, 0, 1 + i / 2, i % 2 };
         int32_t alive[1] = { 0 };
-        ra_engine engine;
-        ra_resume_desc rd;
+        ra_engine engine = { 0 };
+        ra_resume_desc rd = { 0 };
         ra_plan *plan = NULL;
-        ra_tensors t;
+        ra_tensors t = { 0 };
         ra_status s;
-        net_config c;
+        net_config c = { 0 };
         net *n;
-        memset(&engine, 0, sizeof engine);
-        memset(&rd, 0, sizeof rd);
-        memset(&t, 0, sizeof t);
-        memset(&c, 0, sizeof c);
         c.ranks = 2;
         n = net_create(&c);
         engine.size = sizeof engine;
@@ -872,7 +857,7 @@ TEST(sources) {
         ra_desc d = ra_desc_make(1, 1, 8, RA_F32, RA_MASK_CAUSAL);
         int32_t rank[RANKS];
         uint32_t gives[RANKS];
-        hook_reports v;
+        hook_reports v = { 0 };
         ra_plan *plan = NULL;
         int64_t first = -1, chunks;
         if (!h_case(i)) continue;
@@ -883,7 +868,6 @@ TEST(sources) {
         d.layout.kind = small_chance(50) ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
         CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
         chunks = hook_chunks(plan);
-        memset(&v, 0, sizeof v);
         v.plan = plan;
         v.rank = rank;
         v.need = need;
@@ -931,10 +915,8 @@ static void *attend(void *arg) {
     party *p = g->p;
     seat *s = &p->w->seat[g->rank];
     ra_transport tp = mail_transport(p->first, g->rank);
-    ra_ring_desc rd;
-    ra_resume_desc go_on;
-    memset(&rd, 0, sizeof rd);
-    memset(&go_on, 0, sizeof go_on);
+    ra_ring_desc rd = { 0 };
+    ra_resume_desc go_on = { 0 };
     rd.trace = on_event;
     rd.trace_ctx = g;
     g->end = ra_ring_create(&s->ring, p->w->plan[0][g->rank], &tp, &rd);
@@ -955,14 +937,12 @@ static void *attend(void *arg) {
 
 static void one_party(h_rng rng) {
     net_config c;
-    mail_desc m;
+    mail_desc m = { 0 };
     guest g[RANKS];
     pthread_t id[RANKS];
-    party p;
+    party p = { 0 };
     sim *w;
     small_seed(rng.state);
-    memset(&p, 0, sizeof p);
-    memset(&m, 0, sizeof m);
     random_net(&c, small_range(2, RANKS));
     p.w = w = make_world(c.ranks, 1, &c);
     for (int r = 0; r < w->ranks; r++) (void)ra_ring_destroy(w->seat[r].ring);

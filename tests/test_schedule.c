@@ -24,14 +24,10 @@ typedef struct shape {
 
 static void shape_plain(shape *s, int64_t tokens, int ranks, int32_t layout, int32_t mask) {
     memset(s, 0, sizeof *s);
+    s->d = ra_desc_make(4, 2, 8, RA_F32, mask);
     s->d.tokens = tokens;
     s->d.ranks = ranks;
     s->d.layout.kind = layout;
-    s->d.mask.kind = mask;
-    s->d.q_heads = 4;
-    s->d.kv_heads = 2;
-    s->d.k_dim = s->d.v_dim = 8;
-    s->d.q_dtype = s->d.k_dtype = s->d.v_dtype = s->d.o_dtype = RA_F32;
     s->d.train = 1;
     s->d.chunk_tokens = 64;
     s->d.error = &s->e;
@@ -68,19 +64,19 @@ static void random_mask(shape *s, h_rng *r) {
 /* Positions dealt out in pieces, some of them interleaved. */
 static void random_runs(shape *s, h_rng *r) {
     int64_t p = 0, step = h_one_in(r, 3) ? h_range(r, 2, 5) : 1;
-    int n = 0, rank, left, i;
+    int n = 0, rank, left;
     while (p < s->d.tokens && n < 200) {
         int64_t length = n >= 190 ? s->d.tokens - p : h_range(r, 1, 200), by = step;
         if (n >= 190 || p + length * by > s->d.tokens) by = 1;
         if (p + length * by > s->d.tokens) length = s->d.tokens - p;
-        for (i = 0; i < by; i++) {
+        for (int i = 0; i < by; i++) {
             s->runs[n].first = p + i;
             s->runs[n].count = length;
             s->runs[n++].stride = by;
         }
         p += length * by;
     }
-    for (i = n - 1; i > 0; i--) {
+    for (int i = n - 1; i > 0; i--) {
         int j = (int)h_range(r, 0, i);
         ra_run t = s->runs[i];
         s->runs[i] = s->runs[j];
@@ -95,7 +91,7 @@ static void random_runs(shape *s, h_rng *r) {
 }
 
 static void random_shape(shape *s, h_rng *r, int32_t layout) {
-    int i, free = layout <= RA_LAYOUT_STRIPED;
+    int free = layout <= RA_LAYOUT_STRIPED;
     shape_plain(s, h_range(r, 1, h_one_in(r, 2) ? 2000 : 300), (int)h_range(r, 1, 9), layout,
                 (int32_t)h_range(r, RA_MASK_NONE, RA_MASK_INTERVALS));
     s->d.sequences = h_one_in(r, 4) ? (int32_t)h_range(r, 2, 4) : 1;
@@ -108,17 +104,17 @@ static void random_shape(shape *s, h_rng *r, int32_t layout) {
     if (free && h_one_in(r, 3)) s->d.q_offset = h_range(r, 0, 400);
     if (free && h_one_in(r, 4)) s->d.kv_tokens = h_range(r, 1, s->d.tokens + s->d.q_offset);
     if (free && s->d.sequences > 1 && !s->d.kv_tokens && h_one_in(r, 2)) {
-        for (i = 0; i < s->d.sequences; i++) s->of[i] = h_range(r, 0, s->d.tokens);
+        for (int i = 0; i < s->d.sequences; i++) s->of[i] = h_range(r, 0, s->d.tokens);
         s->d.tokens_of = s->of;
     }
     random_mask(s, r);
     if (layout <= RA_LAYOUT_ZIGZAG && h_one_in(r, 3)) {
-        for (i = 0; i < s->d.ranks; i++) s->weights[i] = (int32_t)h_range(r, 0, 5);
+        for (int i = 0; i < s->d.ranks; i++) s->weights[i] = (int32_t)h_range(r, 0, 5);
         s->weights[h_range(r, 0, s->d.ranks - 1)] = 1;
         s->d.layout.weights = s->weights;
     }
     if (layout == RA_LAYOUT_RUNS) random_runs(s, r);
-    for (i = 0; i < s->d.ranks; i++) s->rows[i] = h_range(r, 0, 300);
+    for (int i = 0; i < s->d.ranks; i++) s->rows[i] = h_range(r, 0, 300);
     if (layout == RA_LAYOUT_ARRAY) s->d.layout.q_rows = s->rows;
 }
 
@@ -134,8 +130,7 @@ static ra_plan *plan_of(shape *s, int rank) {
 /* Bounds and pairs by formula against every row, for positions even and odd. */
 TEST(bounds_and_pairs_of_rows) {
     static shape s;
-    int64_t i;
-    for (i = 0; i < (h_run.large ? 200000 : 8000); i++) {
+    for (int64_t i = 0; i < (h_run.large ? 200000 : 8000); i++) {
         h_rng r = h_case_rng(i);
         int64_t end = h_range(&r, 0, 2400), pairs = 0, k;
         ra__bounds a, b;
@@ -166,8 +161,7 @@ TEST(bounds_and_pairs_of_rows) {
 
 /* -------------------------------------------------------------------------- needs and tiles */
 static ra__bounds bounds_of(const ra_plan *p, int32_t b, const ra__seg *rows) {
-    ra__bounds none;
-    memset(&none, 0, sizeof none);
+    ra__bounds none = { 0 };
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) return none;
     return ra__rows_fill(&p->d.mask, ra__key_end(&p->d, b, 0), rows, NULL, NULL);
 }
@@ -192,16 +186,14 @@ static int meets(const ra_plan *p, int32_t b, const ra__seg *stay, const ra__seg
 }
 
 static void check_needs(const ra_plan *p, const ra__travel *t, int queries) {
-    int64_t c, i;
-    int rank;
-    for (c = 0; c < t->chunks; c++) for (rank = 0; rank < p->d.ranks; rank++) {
+    for (int64_t c = 0; c < t->chunks; c++) for (int rank = 0; rank < p->d.ranks; rank++) {
         const ra__chunk *chunk = &t->chunk[c];
-        int32_t b = chunk->sequence, part;
+        int32_t b = chunk->sequence;
         ra__side side = ra__plan_side(p, queries, rank);
         ra__seg s;
-        for (part = 0; part < chunk->segs; part++) {
+        for (int32_t part = 0; part < chunk->segs; part++) {
             int need = 0;
-            for (i = 0; ra__side_seg(&side, b, i, &s); i++)
+            for (int64_t i = 0; ra__side_seg(&side, b, i, &s); i++)
                 for (int32_t k = 0; s.rows && k < ra__chunk_pieces(chunk); k++) {
                     ra__seg piece = ra__chunk_piece(chunk, k);
                     if (!chunk->list.run && k != part) continue;
@@ -214,18 +206,16 @@ static void check_needs(const ra_plan *p, const ra__travel *t, int queries) {
 
 /* Tiles of a rank's rows, and its seconds a chunk as tiles that are not empty times rows. */
 static void slow_tiles(const ra_plan *p, int rank, int64_t tally[3], double *weight) {
-    int32_t b, part;
-    int64_t i, j, k, c;
     ra__side side = ra__plan_side(p, 0, rank);
     ra__seg s;
-    for (b = 0; b < p->d.sequences; b++)
-        for (i = 0; ra__side_seg(&side, b, i, &s); i++)
-            for (j = 0; j < (s.rows + 63) / 64; j++) {
+    for (int32_t b = 0; b < p->d.sequences; b++)
+        for (int64_t i = 0; ra__side_seg(&side, b, i, &s); i++)
+            for (int64_t j = 0; j < (s.rows + 63) / 64; j++) {
                 ra__seg rows = ra__seg_block(&s, j);
                 ra__bounds bounds = bounds_of(p, b, &rows);
-                for (c = 0; c < p->keys.chunks; c++)
-                    for (part = 0; part < p->keys.chunk[c].segs; part++)
-                        for (k = 0; p->keys.chunk[c].sequence == b &&
+                for (int64_t c = 0; c < p->keys.chunks; c++)
+                    for (int32_t part = 0; part < p->keys.chunk[c].segs; part++)
+                        for (int64_t k = 0; p->keys.chunk[c].sequence == b &&
                                     k < ra__seg_blocks(&p->keys.chunk[c], part); k++) {
                             ra__seg keys = ra__seg_block_at(&p->keys.chunk[c], part, k);
                             int kind = class_of(p, &keys, &bounds);
@@ -238,18 +228,16 @@ static void slow_tiles(const ra_plan *p, int rank, int64_t tally[3], double *wei
 /* Who needs what, the tiles of every rank, and what predictions count, against block by block. */
 TEST(needs_and_tiles_by_blocks) {
     static shape s;
-    int64_t i;
-    for (i = 0; i < (h_run.large ? 3000 : 250); i++) {
+    for (int64_t i = 0; i < (h_run.large ? 3000 : 250); i++) {
         h_rng r = h_case_rng(i);
         ra_plan *p;
-        int rank;
         if (!h_case(i)) continue;
         random_shape(&s, &r, RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 5));
         if (!(p = plan_of(&s, 0))) continue;
         check_needs(p, &p->keys, 0);
         if (s.d.train && p->d.backward_travel == RA_TRAVEL_Q)
             check_needs(p, &p->queries, 1);
-        for (rank = 0; rank < s.d.ranks; rank++) {
+        for (int rank = 0; rank < s.d.ranks; rank++) {
             int64_t tally[3] = { 0, 0, 0 };
             double weight = 0, seconds;
             ra_plan_report g;
@@ -296,8 +284,7 @@ static void some_mask(shape *s, int m, int64_t shard) {
 TEST(steps_are_chunks_and_two_rounds) {
     static const int worlds[12] = { 1, 2, 3, 4, 5, 7, 8, 16, 33, 64, 128, 256 };
     static shape s;
-    int64_t i;
-    for (i = 0; i < 12 * 3 * 8 * 3; i++) {
+    for (int64_t i = 0; i < 12 * 3 * 8 * 3; i++) {
         int P = worlds[i % 12], m = (int)(i / 36 % 8), n = 1 << (i / 288 * 2), q;
         int32_t layout = RA_LAYOUT_CONTIGUOUS + (int32_t)(i / 12 % 3);
         int uneven = (m >= 2 && layout == RA_LAYOUT_ZIGZAG) || m == 5 || m == 7;
@@ -448,8 +435,8 @@ static int pass_message(player *all, int from, int level0, int *done) {
 
 /* Ends exchanges of which both halves are over. */
 static int end_exchanges(player *all, int ranks, int *done) {
-    int i, any = 0;
-    for (i = 0; i < ranks; i++) {
+    int any = 0;
+    for (int i = 0; i < ranks; i++) {
         player *y = &all[i];
         const ra__exchange *x = player_exchange(y);
         if (!x || done[i] != (x->send >= 0) + 2 * (x->recv >= 0 || x->returned >= 0)) continue;
@@ -467,20 +454,20 @@ static int end_exchanges(player *all, int ranks, int *done) {
 static void play(ra_plan **plans, int ranks, int back, int shared, int level0, h_rng *r) {
     static player all[256];
     static int done[256];
-    int i, any = 1;
-    for (i = 0; i < ranks; i++) player_open(&all[i], plans[i], back, shared);
+    int any = 1;
+    for (int i = 0; i < ranks; i++) player_open(&all[i], plans[i], back, shared);
     memset(done, 0, sizeof done);
     while (any) {
         int from = (int)h_range(r, 0, ranks - 1);
         any = 0;
-        for (i = 0; i < ranks; i++) any |= player_moves(&all[(from + i) % ranks]);
-        for (i = 0; i < ranks; i++) {
+        for (int i = 0; i < ranks; i++) any |= player_moves(&all[(from + i) % ranks]);
+        for (int i = 0; i < ranks; i++) {
             if (h_one_in(r, 3)) { any = 1; continue; }         /* late */
             any |= pass_message(all, (from + i) % ranks, level0, done);
         }
         if (level0) any |= end_exchanges(all, ranks, done);
     }
-    for (i = 0; i < ranks; i++) {
+    for (int i = 0; i < ranks; i++) {
         const player *y = &all[i];
         CHECK_EQ(y->folded, y->way->folds);
         CHECK_EQ(y->received, y->way->recvs);
@@ -512,22 +499,21 @@ static void same_back(const ra_plan *p, shape *s) {
 
 static void play_all(shape *s, h_rng *r) {
     static ra_plan *plans[256];
-    int i, ok = 1;
-    for (i = 0; i < s->d.ranks; i++) ok &= (plans[i] = plan_of(s, i)) != NULL;
+    int ok = 1;
+    for (int i = 0; i < s->d.ranks; i++) ok &= (plans[i] = plan_of(s, i)) != NULL;
     if (ok) same_back(plans[s->d.ranks / 2], s);
-    for (i = 0; ok && i < s->d.ranks; i++) ra__plan_exchanges(plans[i]);
-    for (i = 0; ok && i < 6; i++) {                    /* shared needs a transport that posts */
+    for (int i = 0; ok && i < s->d.ranks; i++) ra__plan_exchanges(plans[i]);
+    for (int i = 0; ok && i < 6; i++) {                    /* shared needs a transport that posts */
         if ((i & 1) && !s->d.train) continue;
         play(plans, s->d.ranks, i & 1, i >> 1 == 1, i >> 1 == 2, r);
     }
-    for (i = 0; i < s->d.ranks; i++) ra_plan_destroy(plans[i]);
+    for (int i = 0; i < s->d.ranks; i++) ra_plan_destroy(plans[i]);
 }
 
 /* Random plans: no interleaving stops, posted or by exchanges, copying or shared. */
 TEST(lists_play_through) {
     static shape s;
-    int64_t i;
-    for (i = 0; i < (h_run.large ? 5000 : 400); i++) {
+    for (int64_t i = 0; i < (h_run.large ? 5000 : 400); i++) {
         h_rng r = h_case_rng(i);
         if (!h_case(i)) continue;
         random_shape(&s, &r, RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 5));
@@ -539,8 +525,7 @@ TEST(lists_play_through) {
  * stay. */
 TEST(sparse_masks_play_through) {
     static shape s;
-    int64_t i;
-    for (i = 0; i < 8 * 3 * 8; i++) {
+    for (int64_t i = 0; i < 8 * 3 * 8; i++) {
         h_rng r = h_case_rng(i);
         int P = 6 + (int)(i % 8) * 2, n = 1 << (i / 8 % 3 + 1), m = (int)(i / 24);
         int32_t layout = m & 1 ? RA_LAYOUT_CONTIGUOUS : RA_LAYOUT_ZIGZAG;
@@ -620,9 +605,8 @@ static void flat_half(flat_seat *s, int send, int peer, flat_end half) {
 static int flat_sendrecv(void *ctx, int to, const void *out, size_t out_len, int from, void *in,
                          size_t in_len, uint64_t tag, int64_t deadline_ns) {
     flat_seat *s = (flat_seat *)ctx;
-    flat_end half;
+    flat_end half = { 0 };
     (void)tag; (void)deadline_ns;
-    memset(&half, 0, sizeof half);
     pthread_mutex_lock(&flat.lock);
     half.at = s->leaves = s->tiles + s->waited;
     flat.open[s->rank] = (to >= 0) + (from >= 0);
@@ -645,8 +629,7 @@ static int64_t flat_comes(int from, int to, const flat_end *a, const flat_end *b
 
 static int flat_post(void *ctx, ra_transport_op *const *ops, int n) {
     flat_seat *s = (flat_seat *)ctx;
-    int i;
-    for (i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++) {
         ra_transport_op *op = ops[i];
         int send = op->kind == RA_MSG_SEND;
         flat_end half, *other;
@@ -669,8 +652,7 @@ static int flat_post(void *ctx, ra_transport_op *const *ops, int n) {
 
 static int flat_poll(void *ctx, ra_transport_op *const *ops, int n) {
     const flat_seat *s = (const flat_seat *)ctx;
-    int i;
-    for (i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++) {
         if (ops[i]->state != RA_MSG_PENDING || !ops[i]->scratch[0]) continue;
         if ((int64_t)ops[i]->done > s->tiles + s->waited) continue;
         ops[i]->done = ops[i]->len;
@@ -681,10 +663,8 @@ static int flat_poll(void *ctx, ra_transport_op *const *ops, int n) {
 
 /* Begins a pass whose steps are as short as they can be. */
 static void flat_begin(flat_seat *s, int level) {
-    ra_transport net;
-    ra_ring_desc rd;
-    memset(&net, 0, sizeof net);
-    memset(&rd, 0, sizeof rd);
+    ra_transport net = { 0 };
+    ra_ring_desc rd = { 0 };
     net.size = (uint32_t)sizeof net;
     net.abi = RA_TRANSPORT_ABI;
     net.ctx = s;
@@ -713,8 +693,7 @@ static void *flat_live(void *ctx) {
 static void flat_take_turns(int ranks) {
     for (;;) {
         flat_seat *s = NULL, *next = NULL;
-        int i;
-        for (i = 0; i < ranks; i++) {
+        for (int i = 0; i < ranks; i++) {
             flat_seat *x = &flat_seats[i];
             if (x->end <= 0) continue;
             if (!s || x->tiles + x->waited < s->tiles + s->waited) { next = s; s = x; }
@@ -731,18 +710,17 @@ static void flat_take_turns(int ranks) {
 static int64_t flat_pass(int ranks, int level) {
     pthread_t thread[FLAT_RANKS];
     int64_t worst = 0;
-    int i;
     memset(flat.count, 0, sizeof flat.count);
     memset(flat.busy, 0, sizeof flat.busy);
-    for (i = 0; i < ranks; i++) {
+    for (int i = 0; i < ranks; i++) {
         flat_begin(&flat_seats[i], level);
         flat_seats[i].end = RA_AGAIN;
     }
     if (level) flat_take_turns(ranks);
-    for (i = 0; !level && i < ranks; i++)
+    for (int i = 0; !level && i < ranks; i++)
         pthread_create(&thread[i], NULL, flat_live, &flat_seats[i]);
-    for (i = 0; !level && i < ranks; i++) pthread_join(thread[i], NULL);
-    for (i = 0; i < ranks; i++) {
+    for (int i = 0; !level && i < ranks; i++) pthread_join(thread[i], NULL);
+    for (int i = 0; i < ranks; i++) {
         CHECK_EQ(flat_seats[i].end, RA_OK);
         worst = ra__max(worst, flat_seats[i].tiles + flat_seats[i].waited);
         ra_ring_destroy(flat_seats[i].ring);
@@ -836,8 +814,7 @@ TEST(sendrecv_does_not_take_turns) {
         d.order = passes[p].order;
         if (!h_run.large && !usual) continue;
         if (!h_case(i) || !h_variant(all, 0)) continue;
-        snprintf(h_run.context, sizeof h_run.context, "%d ranks, %s, %s", ranks, passes[p].name,
-                 shapes[k].name);
+        h_context("%d ranks, %s, %s", ranks, passes[p].name, shapes[k].name);
         takes_no_turns(&d);
     }
     pthread_mutex_destroy(&flat.lock);
@@ -876,8 +853,8 @@ TEST(sendrecv_waits_for_no_group) {
         d.chunk_tokens = shapes[i].chunk;
         d.order = shapes[i].order;
         if ((!h_run.large && !shapes[i].always) || !h_case(i)) continue;
-        snprintf(h_run.context, sizeof h_run.context, "%d ranks, layout %d, %d of %d, order %d",
-                 d.ranks, shapes[i].layout, shapes[i].chunk, shapes[i].shard, shapes[i].order);
+        h_context("%d ranks, layout %d, %d of %d, order %d", d.ranks, shapes[i].layout,
+                  shapes[i].chunk, shapes[i].shard, shapes[i].order);
         takes_no_turns(&d);
     }
     pthread_mutex_destroy(&flat.lock);
@@ -889,8 +866,7 @@ TEST(sendrecv_waits_for_no_group) {
  * with 32 chunks per shard: --long), and so does every mask in rounds. Otherwise, without a mask,
  * the last rank's keys, 1 / ranks of all, are computed after everything has come. */
 TEST(transfers_hide_as_predicted) {
-    int64_t i;
-    for (i = 0; i < 2 * 2 * 2 + 1; i++) {
+    for (int64_t i = 0; i < 2 * 2 * 2 + 1; i++) {
         const int more = i == 8, ranks = i & 2 ? FLAT_RANKS : 2, causal = (i & 1) || more;
         const int rounds = i >= 4 && !more;
         const ra_rates known = { 1, 1e-3, 0 };         /* no latency */
@@ -899,7 +875,6 @@ TEST(transfers_hide_as_predicted) {
         ra_rates rates = { 1e12, 1e9, 0 };
         ra_prediction all, idle;
         double tiles = 0, bytes = 0, pass, hidden;
-        int r;
         if (!h_case(i)) continue;
         if ((more || (rounds && causal) || (ranks > 2 && !causal)) && !h_run.large) continue;
         d.rates = known;
@@ -909,7 +884,7 @@ TEST(transfers_hide_as_predicted) {
             d.tokens = 2 * 4096;
         }
         flat_world(d);
-        for (r = 0; r < ranks; r++) {
+        for (int r = 0; r < ranks; r++) {
             ra_plan_report g;
             ra_plan_query(flat_seats[r].plan, r, &g);
             tiles = fmax(tiles, (double)(g.forward.tiles_partial + g.forward.tiles_full));
@@ -925,9 +900,9 @@ TEST(transfers_hide_as_predicted) {
         rates.flops_per_s = 1e300;
         CHECK_EQ(ra_plan_predict(flat_seats[0].plan, 0, &rates, &idle), RA_OK);
         hidden = (tiles + idle.all_done_s - pass) / fmin(tiles, idle.all_done_s);
-        snprintf(h_run.context, sizeof h_run.context, "%d ranks%s%s: %.0f tiles, transfer %.0f, "
-                 "pass %.0f, predicted %.0f", ranks, causal ? ", causal zigzag" : "",
-                 rounds ? ", rounds" : "", tiles, idle.all_done_s, pass, all.all_done_s);
+        h_context("%d ranks%s%s: %.0f tiles, transfer %.0f, " "pass %.0f, predicted %.0f", ranks,
+                  causal ? ", causal zigzag" : "", rounds ? ", rounds" : "", tiles, idle.all_done_s,
+                  pass, all.all_done_s);
         CHECK(fabs(pass - all.all_done_s) <= 0.15 * all.all_done_s);
         if (causal || rounds) CHECK(hidden >= 0.85);
         else CHECK(pass <= 1.1 * tiles * (1 + 1.0 / ranks));
@@ -973,21 +948,20 @@ TEST(figures_saturate) {
 TEST(prefetched_lines_are_those_of_a_stretch) {
     static const int64_t bytes[4] = { 512, 256, 136, 34 };
     static char seen[1 << 16];
-    int64_t i, j, far, lines, token, all;
-    for (i = 0; i < 4 * 4 * 3; i++) {
+    int64_t far, lines, token, all;
+    for (int64_t i = 0; i < 4 * 4 * 3; i++) {
         const int32_t heads = 1 << i / 4 % 4;
         const uintptr_t base = (uintptr_t)1 << 20;
         ra__view kv[2];
-        ra__decode x;
+        ra__decode x = { 0 };
         ra__stream a[2];
         all = heads * bytes[i % 4];
         token = i / 16 == 0 ? all : i / 16 * 4096 + (all + 63) / 64 * 64;
         if (token != all && all % 64) continue;
-        memset(&x, 0, sizeof x);
         memset(kv, 0, sizeof kv);
         x.count = heads;
         x.most = RA__DECODE_KEYS;
-        for (j = 0; j < 2; j++) {
+        for (int64_t j = 0; j < 2; j++) {
             kv[j].data = (const uint8_t *)base + j * 64;
             kv[j].token = token;
             kv[j].head = bytes[i % 4];
@@ -999,14 +973,14 @@ TEST(prefetched_lines_are_those_of_a_stretch) {
         CHECK_EQ(a[1].at, base + 64 + (uintptr_t)(far * token));
         memset(seen, 0, sizeof seen);
         lines = (x.most * all + 63) / 64;
-        for (j = 0; j < lines; j++) {
+        for (int64_t j = 0; j < lines; j++) {
             const int64_t at = (int64_t)(a[1].at - base) - 64 - far * token;
             CHECK(at >= 0 && at < x.most * token && !seen[at / 64]);
             seen[at / 64] = 1;
             a[1].at += 64;
             ra__stream_advance(&a[1], 1);
         }
-        for (j = 0; j < x.most * all; j++) CHECK(seen[(j / all * token + j % all) / 64]);
+        for (int64_t j = 0; j < x.most * all; j++) CHECK(seen[(j / all * token + j % all) / 64]);
     }
 }
 
@@ -1017,11 +991,9 @@ static ra_status far_apart_rank(ra_world *world, int rank, void *user) {
     const int64_t none = 0, all = 256, turns = 1 << 22;
     float *const room = (float *)user + rank * 4 * ROWS;
     ra_desc d = ra_desc_make(2, 2, 16, RA_F32, RA_MASK_CAUSAL);
-    ra_cache_desc cd;
-    ra_tensors t;
+    ra_cache_desc cd = { 0 };
+    ra_tensors t = { 0 };
     ra_cache *c;
-    memset(&cd, 0, sizeof cd);
-    memset(&t, 0, sizeof t);
     cd.way = RA_INFER_PASS_KV;
     d.tokens = d.kv_tokens = 256;
     d.ranks = 2;

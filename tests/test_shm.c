@@ -56,8 +56,7 @@ static void judge_lateness(const lateness *l, const char *what) {
 /* -------------------------------------------------------------------------- processes */
 static world world_of(int ranks) {
     static int number;
-    world w;
-    memset(&w, 0, sizeof w);
+    world w = { 0 };
     w.ranks = ranks;
     w.task = ring_task_default();
     w.task.tokens = 512;
@@ -150,10 +149,8 @@ static ra_plan *plan_of(const world *w, int rank) {
 static ra_shm *open_shm(const world *w, const ra_plan *plan, int rank, const char *suffix) {
     char name[64];
     ra_shm *shm = NULL;
-    ra_shm_desc sd;
-    ra_error why;
-    memset(&sd, 0, sizeof sd);
-    memset(&why, 0, sizeof why);
+    ra_shm_desc sd = { 0 };
+    ra_error why = { 0 };
     snprintf(name, sizeof name, "%.50s%s", w->name, suffix);
     sd.name = name;
     sd.rank = rank;
@@ -182,8 +179,7 @@ static void attend_once(const world *w, int rank) {
 }
 
 static ra_tensors tensors_of(const ring_rows *r) {
-    ra_tensors x;
-    memset(&x, 0, sizeof x);
+    ra_tensors x = { 0 };
     x.q.data = r->q; x.k.data = r->k; x.v.data = r->v; x.o.data = r->o; x.lse.data = r->lse;
     x.d_o.data = r->d_o; x.d_q.data = r->d_q; x.d_k.data = r->d_k; x.d_v.data = r->d_v;
     return x;
@@ -244,8 +240,8 @@ TEST(numbers_are_those_of_one_rank) {
         w.task.full = i / 10;
         w.task.chunk_tokens = i % 3 ? 64 : 0;
         w.slots = i % 4 == 3 ? 2 : 0;
-        snprintf(h_run.context, sizeof h_run.context, "%d ranks, %lld tokens, full %d, slots %d",
-                 w.ranks, (long long)w.task.tokens, w.task.full, w.slots);
+        h_context("%d ranks, %lld tokens, full %d, slots %d", w.ranks, (long long)w.task.tokens,
+                  w.task.full, w.slots);
         CHECK(ring_floats(&w.task) <= sizeof w.s->all / sizeof w.s->all[0]);
         if (run_once(&w)) {
             int64_t differ = ring_compare(&w.task, w.s->all);
@@ -326,8 +322,7 @@ TEST(one_slot_is_never_lent) {
     char from[3][64], to[3][64];
     ra_transport_op op[6], *ops[6];
     ra_shm *shm = NULL;
-    ra_shm_desc d;
-    memset(&d, 0, sizeof d);
+    ra_shm_desc d = { 0 };
     memset(op, 0, sizeof op);
     d.name = "one";
     d.ranks = 1;
@@ -387,14 +382,13 @@ static void two_rings(const world *w, int rank) {
     ring_rows rows[2];
     ra_status s[2] = { RA_AGAIN, RA_AGAIN };
     for (int i = 0; i < 2; i++) {
-        ra_job job;
+        ra_job job = { 0 };
         ring_task t = w->task;
         t.seed = (uint32_t)(1 + i);
         shm[i] = open_shm(w, plan, rank, i ? "b" : "a");
         if (!shm[i] || ring_rows_make(&rows[i], &t, plan, rank) ||
             ra_ring_create(&ring[i], plan, ra_shm_transport(shm[i]), NULL)) _exit(5);
         x[i] = tensors_of(&rows[i]);
-        memset(&job, 0, sizeof job);
         job.plan = plan;
         job.tensors = &x[i];
         job.deadline_ns = ra_deadline_ms(20000);
@@ -445,8 +439,8 @@ static world world_hit(int i, int most, int64_t most_us, int signal, int64_t dea
     wait_us = h_range(&rng, 0, most_us);
     w.task.full = h_one_in(&rng, 2);
     if (deadline_ms) w.deadline_ms = deadline_ms;
-    snprintf(h_run.context, sizeof h_run.context, "rank %d of %d gets signal %d after %lld us",
-             *victim, w.ranks, signal, (long long)wait_us);
+    h_context("rank %d of %d gets signal %d after %lld us", *victim, w.ranks, signal,
+              (long long)wait_us);
     start(&w, attend_for_ever);
     await_all(&w);
     ra_shm__nap(wait_us * 1000);
@@ -594,10 +588,8 @@ TEST(abort_wakes_all_ranks) {
 /* Opens once with a descriptor in which one value of one rank differs. */
 static void open_with(const world *w, int rank) {
     ra_shm *shm = NULL;
-    ra_shm_desc sd;
-    ra_error why;
-    memset(&sd, 0, sizeof sd);
-    memset(&why, 0, sizeof why);
+    ra_shm_desc sd = { 0 };
+    ra_error why = { 0 };
     sd.name = w->name;
     sd.rank = rank;
     sd.ranks = w->ranks;
@@ -636,7 +628,7 @@ TEST(ranks_that_do_not_fit_are_told) {
         world w = world_of(3);
         w.slots = m[i].what;
         w.deadline_ms = m[i].what ? 150 : 20000;
-        snprintf(h_run.context, sizeof h_run.context, "meeting %d", m[i].what);
+        h_context("meeting %d", m[i].what);
         start(&w, open_with);
         CHECK_EQ(reap(w.pid[0], 10000), 0);
         CHECK_EQ(reap(w.pid[1], 10000), m[i].sign);
@@ -675,9 +667,8 @@ TEST(names_collide_and_are_free_again) {
     world a = world_of(2), b = world_of(2);
     int64_t until = ra_deadline_ms(10000);
     ra_shm *shm = NULL;
-    ra_shm_desc sd;
+    ra_shm_desc sd = { 0 };
     ra_error why;
-    memset(&sd, 0, sizeof sd);
     a.slots = 5;                       /* rank 1 comes late */
     a.deadline_ms = 20000;
     start(&a, open_with);
@@ -710,8 +701,7 @@ TEST(bad_descriptors) {
     for (int i = 0; i < 8; i++) {
         static const int status[8] = { RA_E_RANGE, RA_E_RANGE, RA_E_RANGE, RA_E_RANGE, RA_E_UNSET,
                                        RA_E_RANGE, RA_E_RANGE, RA_OK };
-        ra_shm_desc d;
-        memset(&d, 0, sizeof d);
+        ra_shm_desc d = { 0 };
         d.name = i == 0 ? "" : "x";
         d.ranks = i == 1 ? 0 : i == 6 ? 129 : 1;
         d.rank = i == 2 ? 1 : 0;

@@ -67,19 +67,18 @@ static void world_progress(void *ctx, int64_t done, int64_t all) {
 static void describe(const world *w) {
     const ra_desc *d = &w->problem[0].d;
     const net_config *c = &w->net->c;
-    snprintf(h_run.context, sizeof h_run.context,
-             "P %d passes %d threads %d join %d | B %d T %lld keys %lld at %lld H %d/%d D %d/%d "
-             "v_in_k %d dtypes %d%d%d%d mask %d layout %d weights %d scores %d chunk %d buffers %d"
-             " order %d | delay %lld capacity %d refuse %d lend %d/%d peer %d thread %d shared %d"
-             " reg %d bare %d told %d ops %u | fault %d rank %d at %lld value %d byte %d fired %d",
-             w->ranks, w->passes, w->threads, w->join, d->sequences, (long long)d->tokens,
-             (long long)d->kv_tokens, (long long)d->q_offset, d->q_heads, d->kv_heads, d->k_dim,
-             d->v_dim, d->v_in_k, d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype, d->mask.kind,
-             d->layout.kind, d->layout.weights != NULL, d->scores, d->chunk_tokens, d->buffers,
-             d->order, (long long)c->delay, c->capacity, c->refuse, c->lend, c->lend_sender,
-             c->any_peer, c->any_thread, c->shared, c->reg, c->bare, c->told, c->max_ops,
-             c->fault.kind, c->fault.rank, (long long)c->fault.at, c->fault.value, c->fault.byte,
-             c->fault.fired);
+    h_context("P %d passes %d threads %d join %d | B %d T %lld keys %lld at %lld H %d/%d D %d/%d "
+              "v_in_k %d dtypes %d%d%d%d mask %d layout %d weights %d scores %d chunk %d buffers %d"
+              " order %d | delay %lld capacity %d refuse %d lend %d/%d peer %d thread %d shared %d"
+              " reg %d bare %d told %d ops %u | fault %d rank %d at %lld value %d byte %d fired %d",
+              w->ranks, w->passes, w->threads, w->join, d->sequences, (long long)d->tokens,
+              (long long)d->kv_tokens, (long long)d->q_offset, d->q_heads, d->kv_heads, d->k_dim,
+              d->v_dim, d->v_in_k, d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype, d->mask.kind,
+              d->layout.kind, d->layout.weights != NULL, d->scores, d->chunk_tokens, d->buffers,
+              d->order, (long long)c->delay, c->capacity, c->refuse, c->lend, c->lend_sender,
+              c->any_peer, c->any_thread, c->shared, c->reg, c->bare, c->told, c->max_ops,
+              c->fault.kind, c->fault.rank, (long long)c->fault.at, c->fault.value, c->fault.byte,
+              c->fault.fired);
 }
 
 static void random_net(net_config *c, int ranks) {
@@ -117,12 +116,10 @@ static int make_plans(world *w, int pass) {
 
 static int make_ring(world *w, int r) {
     seat *s = &w->seat[r];
-    ra_ring_desc rd;
-    ra_error error;
+    ra_ring_desc rd = { 0 };
+    ra_error error = { 0 };
     int64_t most = 0;
     ra_status st;
-    memset(&rd, 0, sizeof rd);
-    memset(&error, 0, sizeof error);
     for (int i = 0; i < w->passes; i++) {
         ra_plan_report rep;
         int64_t bytes;
@@ -394,9 +391,8 @@ static void prepare(world *w, int r) {
 static ra_status call(world *w, int r, int ith) {
     seat *s = &w->seat[r];
     ra_status st;
-    ra_job job;
+    ra_job job = { 0 };
     prepare(w, r);
-    memset(&job, 0, sizeof job);
     s->given = s->part.t;
     job.plan = w->plan[s->pass][r];
     job.tensors = &s->given;
@@ -464,8 +460,7 @@ static void close_fine(world *w) {
         seat *s = &w->seat[r];
         if (!s->ring) continue;
         if (!SOUND(w, s->end == RA_OK)) {
-            ra_failure f;
-            memset(&f, 0, sizeof f);
+            ra_failure f = { 0 };
             (void)ra_ring_failure(s->ring, &f);
             printf("    rank %d: %s: %s\n", r, ra_status_text(s->end),
                    s->begun || f.status ? f.text : ra_ring_error(s->ring)->text);
@@ -592,10 +587,9 @@ static void check_events(world *w, const ra_ring *ring, const ra_failure *f) {
 
 static void check_failure(world *w, int r) {
     seat *s = &w->seat[r];
-    ra_failure f;
+    ra_failure f = { 0 };
     ra_ring_counters c;
-    ra_job job;
-    memset(&f, 0, sizeof f);
+    ra_job job = { 0 };
     if (!SOUND(w, ra_ring_failure(s->ring, &f) == RA_OK)) return;
     ra_ring_query(s->ring, &c);
     SOUND(w, c.state == RA_RING_FAILED);
@@ -607,7 +601,6 @@ static void check_failure(world *w, int r) {
     SOUND(w, f.sending >= -1 && f.sending <= 1 && f.peer >= -1 && f.peer < w->ranks);
     SOUND(w, s->trace_failures == 1);
     SOUND(w, ra_step(s->ring, 0) == s->end);
-    memset(&job, 0, sizeof job);
     job.plan = w->plan[0][r];
     job.tensors = &s->part.t;
     SOUND(w, ra_begin(s->ring, &job) == s->end);
@@ -650,8 +643,7 @@ static void close_failed(world *w) {
 
 static void print_ends(const world *w) {
     for (int r = 0; r < w->ranks; r++) {
-        ra_failure f;
-        memset(&f, 0, sizeof f);
+        ra_failure f = { 0 };
         if (w->seat[r].end < 0) (void)ra_ring_failure(w->seat[r].ring, &f);
         printf("    rank %d: passes %d, %s (peer %d, code %d, %s)\n", r, w->seat[r].pass,
                ra_status_text(w->seat[r].end), f.peer, f.code, f.text);
@@ -733,7 +725,7 @@ typedef struct fault_tally {           /* over all worlds of a test */
 
 static void check_fault(world *w, fault_tally *t) {
     const net_fault *f = &w->net->c.fault;
-    ra_failure why;
+    ra_failure why = { 0 };
     if (f->fired) t->fired[f->kind]++;
     if (w->wrong) return;
     if (w->first_failed < 0) {
@@ -744,7 +736,6 @@ static void check_fault(world *w, fault_tally *t) {
     }
     SOUND(w, f->fired > 0);
     SOUND(w, fits(w, w->first_failed));
-    memset(&why, 0, sizeof why);
     (void)ra_ring_failure(w->seat[w->first_failed].ring, &why);
     if (f->kind >= NET_RECV_FAILS && why.status == RA_E_IO) {
         SOUND(w, why.code == f->value);
@@ -834,8 +825,7 @@ static int some_moment(world *w) {
 
 static void check_silence(world *w) {
     const seat *s = &w->seat[w->first_failed];
-    ra_failure f;
-    memset(&f, 0, sizeof f);
+    ra_failure f = { 0 };
     (void)ra_ring_failure(s->ring, &f);
     SOUND(w, s->end == RA_E_PEER || (s->end == RA_E_TIMEOUT && w->deadline));
     if (f.peer >= 0 || s->end == RA_E_PEER) {
@@ -1110,8 +1100,7 @@ static void one_difference(int64_t i) {
     }
     if (!w->wrong && local) SOUND(w, w->first_failed < 0);
     if (!w->wrong && !local && SOUND(w, w->first_failed >= 0)) {
-        ra_failure f;
-        memset(&f, 0, sizeof f);
+        ra_failure f = { 0 };
         (void)ra_ring_failure(w->seat[w->first_failed].ring, &f);
         SOUND(w, f.status == RA_E_MISMATCH);
         SOUND(w, strstr(f.text, diff_text[diff]) || strstr(f.text, "value;"));
@@ -1196,12 +1185,11 @@ static void one_route(h_rng rng, int ranks, int odd, int other, int way) {
         run_world(w);
     }
     for (int r = 0; r < ranks && !w->wrong; r++) {
-        ra_failure f;
+        ra_failure f = { 0 };
         if (r != odd && r != (odd + 1) % ranks) {
             SOUND(w, w->seat[r].end == RA_OK || is_echo(w, w->seat[r].end));
             continue;
         }
-        memset(&f, 0, sizeof f);
         (void)ra_ring_failure(w->seat[r].ring, &f);
         SOUND(w, f.status == RA_E_MISMATCH && w->seat[r].end == RA_E_MISMATCH);
         SOUND(w, strstr(f.text, route_text[other]) || strstr(f.text, "value;"));
@@ -1310,7 +1298,7 @@ TEST(statuses) {
         return;
     }
     for (size_t i = 0; i < sizeof failures / sizeof failures[0]; i++) {
-        snprintf(h_run.context, sizeof h_run.context, "%s", ra_status_text(failures[i]));
+        h_context("%s", ra_status_text(failures[i]));
         CHECK(seen[-failures[i]] > 0);
     }
 }

@@ -39,21 +39,20 @@ static int64_t calls_clock(void *ctx) { return ((rig *)ctx)->calls + 1; }
 /* Fills in random tensors, the plan and the ring of a rig that has its descriptor. */
 static void rig_open(rig *g, int own_clock) {
     const ra_desc *d = &g->d;
-    int64_t q = d->tokens * d->q_heads, k = d->tokens * d->kv_heads, n = 0, i;
+    int64_t q = d->tokens * d->q_heads, k = d->tokens * d->kv_heads, n = 0;
     int64_t dims = d->train ? 3 * d->k_dim + 2 * d->v_dim : d->k_dim + d->v_dim;
     h_rng r = h_case_rng(d->tokens);
-    ra_ring_desc rd;
+    ra_ring_desc rd = { 0 };
     float *at;
     int64_t size[9];
-    memset(&rd, 0, sizeof rd);
     size[0] = size[5] = q * d->k_dim;
     size[1] = size[6] = k * d->k_dim;
     size[2] = size[7] = k * d->v_dim;
     size[3] = size[4] = q * d->v_dim;
     size[8] = q;
-    for (i = 0; i < 9; i++) n += size[i];
+    for (int64_t i = 0; i < 9; i++) n += size[i];
     at = g->memory = (float *)malloc((size_t)n * sizeof *at);
-    for (i = 0; i < n; i++) at[i] = (float)h_range(&r, -1000, 1000) * 1e-3f;
+    for (int64_t i = 0; i < n; i++) at[i] = (float)h_range(&r, -1000, 1000) * 1e-3f;
     g->t.q.data = at; at += size[0];
     g->t.k.data = at; at += size[1];
     g->t.v.data = at; at += size[2];
@@ -63,7 +62,7 @@ static void rig_open(rig *g, int own_clock) {
     g->t.d_k.data = at; at += size[6];
     g->t.d_v.data = at; at += size[7];
     g->t.lse.data = at;
-    for (i = 0; i < q; i++) at[i] = 5.0f + (float)(i % 7);
+    for (int64_t i = 0; i < q; i++) at[i] = 5.0f + (float)(i % 7);
     g->most = STEP_WORK / (64 * 64 * dims) + PANELS;
     rd.trace = watch;
     rd.progress = count_calls;
@@ -81,18 +80,13 @@ static void rig_close(rig *g) {
 
 static void rig_desc(rig *g, int64_t tokens, int heads, int dim, int train) {
     memset(g, 0, sizeof *g);
+    g->d = ra_desc_make(heads, (heads + 1) / 2, dim, RA_F32, RA_MASK_CAUSAL);
     g->d.tokens = tokens;
-    g->d.q_heads = heads;
-    g->d.kv_heads = (heads + 1) / 2;
-    g->d.k_dim = g->d.v_dim = dim;
-    g->d.q_dtype = g->d.k_dtype = g->d.v_dtype = g->d.o_dtype = RA_F32;
-    g->d.mask.kind = RA_MASK_CAUSAL;
     g->d.train = train;
 }
 
 static ra_job rig_job(const rig *g) {
-    ra_job job;
-    memset(&job, 0, sizeof job);
+    ra_job job = { 0 };
     job.plan = g->plan;
     job.tensors = &g->t;
     job.pass = g->d.train ? RA_PASS_BACKWARD : RA_PASS_FORWARD;
@@ -136,7 +130,7 @@ static const struct path { const char *name; int32_t way, layout; } paths[PATHS]
 
 static int path_case(int64_t i, const struct path *p) {
     if (!h_case(i)) return 0;
-    snprintf(h_run.context, sizeof h_run.context, "%s", p->name);
+    h_context("%s", p->name);
     return 1;
 }
 
@@ -166,8 +160,7 @@ TEST(steps_are_bounded) {
 
 /* Work without tiles is bounded too: clearing sums, returning them, the sums of sinks. */
 TEST(rows_are_bounded) {
-    int way;
-    for (way = RA_TRAVEL_KV; way <= RA_TRAVEL_Q; way++) {
+    for (int way = RA_TRAVEL_KV; way <= RA_TRAVEL_Q; way++) {
         rig g;
         float d_sinks[2] = { 0, 0 }, sinks[2] = { 0, 0 };
         int32_t *none = (int32_t *)calloc(1 << 15, sizeof *none);
@@ -311,8 +304,7 @@ static shelf shelf_of(int64_t i) {
     static const int64_t fresh[4] = { 300, 20, 16, 60 }, cached[4] = { 5700, 9000, 1484, 4000 };
     static const int32_t q_heads[4] = { 4, 8, 64, 8 }, kv_heads[4] = { 2, 1, 64, 2 };
     static const int32_t lanes[4] = { 1, 3, 1, 5 };
-    shelf x;
-    memset(&x, 0, sizeof x);
+    shelf x = { 0 };
     x.d = ra_desc_make(q_heads[i % 4], kv_heads[i % 4], 64, RA_F32, RA_MASK_CAUSAL);
     x.fresh = x.d.tokens = fresh[i % 4];
     x.cached = cached[i % 4];
@@ -365,8 +357,7 @@ TEST(cache_empty_lanes_are_work) {
     const int64_t work = (2 * LANES - 1) * (int64_t)TOKENS * HEADS * (DIM + 1);
     int64_t steps = 0;
     ra_status s;
-    shelf x;
-    memset(&x, 0, sizeof x);
+    shelf x = { 0 };
     x.d = ra_desc_make(HEADS, 1, DIM, RA_F32, RA_MASK_CAUSAL);
     x.fresh = x.d.tokens = x.d.kv_tokens = TOKENS;
     x.cd.lanes = LANES;

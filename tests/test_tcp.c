@@ -45,8 +45,7 @@ static tn_world *tn_make(const char *host, int ranks, int rings) {
 }
 
 static ra_tcp_desc tn_desc(tn_world *w, int ring, int rank) {
-    ra_tcp_desc d;
-    memset(&d, 0, sizeof d);
+    ra_tcp_desc d = { 0 };
     d.rank = rank;
     d.ranks = w->ranks;
     d.addresses = w->at[ring];
@@ -194,11 +193,10 @@ static tn_watch *tn_watch_new(void) {
 static void tn_passes(tn_world *w, tn_watch *seen, int rank, int64_t ms) {
     static cf_shared shared;
     cf_maker m = tn_maker("", 1);
-    cf_rank r;
+    cf_rank r = { 0 };
     cf_pass p;
     ra_error e;
     int64_t deadline = 0;
-    memset(&r, 0, sizeof r);
     r.shared = &shared;
     r.maker = &m;
     r.rank = rank;
@@ -415,13 +413,12 @@ TEST(ranks_that_disagree) {
 TEST(another_byte_order) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     ra_tcp_desc d = tn_desc(w, 0, 0);
-    ra_tcp_hello hello;
+    ra_tcp_hello hello = { 0 };
     tn_opening o;
     int fd;
     d.connect_ns = 300 * TN_MS;
     tn_start(&o, &d);
     fd = tn_call(w->at[0][0]);
-    memset(&hello, 0, sizeof hello);
     memcpy(hello.magic, "ra_tcp\r\n", 8);
     hello.order = 0x04030201;
     CHECK(fd >= 0 && send(fd, &hello, sizeof hello, MSG_NOSIGNAL) == (ssize_t)sizeof hello);
@@ -581,10 +578,9 @@ TEST(spoilt_on_the_way) {
     for (int i = 0; i < 8; i++) {
         size_t shake = RA_TCP_HELLO + RA_TCP_START + RA_TCP_HEAD + RA_TCP_A;
         tn_world *w = tn_make("127.0.0.1", 2, 1);
-        tn_path p;
+        tn_path p = { 0 };
         int got;
         if (!h_case(i)) continue;
-        memset(&p, 0, sizeof p);
         p.spoil = i ? shake + (size_t)i : 0;
         got = tn_by_way_of(&p, w);
         CHECK(p.kept > shake);
@@ -629,9 +625,8 @@ TEST(replayed_handshake) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     ra_tcp_desc zero, one;
     tn_opening o[2];
-    tn_path p;
+    tn_path p = { 0 };
     int fd;
-    memset(&p, 0, sizeof p);
     CHECK_EQ(tn_by_way_of(&p, w), RA_MSG_DONE);
     tn_end(w);
     w = tn_make("127.0.0.1", 2, 1);
@@ -656,8 +651,7 @@ TEST(replayed_handshake) {
 TEST(nothing_in_the_clear) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     int run = 0, longest = 0;
-    tn_path p;
-    memset(&p, 0, sizeof p);
+    tn_path p = { 0 };
     CHECK_EQ(tn_by_way_of(&p, w), RA_MSG_DONE);
     for (size_t i = 0; i < p.kept; i++) {
         run = p.copy[i] == 7 ? run + 1 : 0;

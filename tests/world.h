@@ -27,8 +27,7 @@ typedef struct outcome {
  * Unlike the bundled world it shares no addresses. */
 static inline mail_net *setup_network(const setup *s) {
     uint32_t seed = s->seed >> 8;
-    mail_desc d;
-    memset(&d, 0, sizeof d);
+    mail_desc d = { 0 };
     d.ranks = s->ranks;
     d.level = s->wire == WIRE_POST;
     d.holds = s->wire == WIRE_POST || seed % 4 == 0;       /* otherwise sends wait for receives */
@@ -60,8 +59,7 @@ typedef struct world {
 typedef struct stepper { seat *seat; int ith, join, pass; ra_status status; } stepper;
 
 static inline ra_job seat_job(seat *e, uint64_t ticket, int32_t pass) {
-    ra_job j;
-    memset(&j, 0, sizeof j);
+    ra_job j = { 0 };
     j.ticket = ticket;
     j.plan = e->plan;
     j.tensors = &e->t;
@@ -74,8 +72,8 @@ static inline ra_job seat_job(seat *e, uint64_t ticket, int32_t pass) {
 static void *step_thread(void *user) {
     stepper *y = (stepper *)user;
     const setup *s = y->seat->s;
-    int pass, passes = y->join && s->passes > 1 ? s->passes : 1;
-    for (pass = 1; pass <= passes; pass++) {
+    int passes = y->join && s->passes > 1 ? s->passes : 1;
+    for (int pass = 1; pass <= passes; pass++) {
         ra_job job = seat_job(y->seat, (uint64_t)(3 * pass + 1000 * y->pass), y->pass);
         ra_status status;
         do {
@@ -94,18 +92,18 @@ static inline ra_status seat_step(seat *e, int join, int32_t which) {
     pthread_t threads[8];
     stepper y[8];
     ra_status status = RA_OK;
-    int i, pass, passes = !join && s->passes > 1 ? s->passes : 1;
-    for (pass = 0; pass < passes && status == RA_OK; pass++) {
+    int passes = !join && s->passes > 1 ? s->passes : 1;
+    for (int pass = 0; pass < passes && status == RA_OK; pass++) {
         ra_job job = seat_job(e, 0, which);
         if (!join) status = ra_begin(e->ring, &job);
         if (status != RA_OK) return status;
-        for (i = 0; i < s->threads; i++) {
+        for (int i = 0; i < s->threads; i++) {
             y[i].seat = e; y[i].ith = i; y[i].join = join; y[i].status = RA_OK;
             y[i].pass = which;
             if (i) pthread_create(&threads[i], NULL, step_thread, &y[i]);
         }
         step_thread(&y[0]);
-        for (i = 0; i < s->threads; i++) {
+        for (int i = 0; i < s->threads; i++) {
             if (i) pthread_join(threads[i], NULL);
             if (y[i].status != RA_OK) status = y[i].status;
         }
@@ -129,10 +127,8 @@ static inline void seat_workspace(seat *e, ra_ring_desc *rd) {
 
 static inline ra_status seat_forward(seat *e, const ra_transport *transport) {
     const setup *s = e->s;
-    ra_ring_desc rd;
+    ra_ring_desc rd = { 0 };
     ra_status status;
-    int pass;
-    memset(&rd, 0, sizeof rd);
     rd.error = &e->error;
     status = ra_plan_create(&e->plan, &e->d, NULL);
     if (status != RA_OK) return status;
@@ -142,7 +138,7 @@ static inline ra_status seat_forward(seat *e, const ra_transport *transport) {
     if (status == RA_OK && (s->call == CALL_STEP || s->call == CALL_JOIN)) {
         status = seat_step(e, s->call == CALL_JOIN, RA_PASS_FORWARD);
     } else if (status == RA_OK) {
-        for (pass = 0; status == RA_OK && (pass == 0 || pass < s->passes); pass++) {
+        for (int pass = 0; status == RA_OK && (pass == 0 || pass < s->passes); pass++) {
             status = ra_forward(e->plan, e->ring, &e->t, ra_deadline_ms(60000));
         }
     }
@@ -187,20 +183,20 @@ static ra_status seat_run(ra_world *library_world, int rank, void *user) {
  * workspace full of garbage. */
 static inline ra_status seat_attention(seat *e) {
     const setup *s = e->s;
-    int nth = s->threads, order[16], i, j;
+    int nth = s->threads, order[16], j;
     h_rng rng = { s->seed };
     size_t bytes = ra_attention_bytes(&e->d, nth);
     uint8_t *mem = (uint8_t *)malloc(bytes + 64), *work = mem + (64 - (uintptr_t)mem % 64) % 64;
     ra_status status = bytes ? RA_OK : e->error.status;
     memset(mem, 0xA5, bytes + 64);
-    for (i = 0; i < nth; i++) order[i] = i;
-    for (i = nth - 1; i > 0; i--) {
+    for (int i = 0; i < nth; i++) order[i] = i;
+    for (int i = nth - 1; i > 0; i--) {
         int swap = order[i];
         j = (int)h_range(&rng, 0, i);
         order[i] = order[j];
         order[j] = swap;
     }
-    for (i = 0; i < nth && status == RA_OK; i++) {
+    for (int i = 0; i < nth && status == RA_OK; i++) {
         status = ra_attention(&e->d, &e->t, work, bytes, order[i], nth);
     }
     free(mem);
@@ -209,7 +205,7 @@ static inline ra_status seat_attention(seat *e) {
     mem = (uint8_t *)malloc(bytes + 64);
     work = mem + (64 - (uintptr_t)mem % 64) % 64;
     memset(mem, 0xA5, bytes + 64);
-    for (i = 0; i < nth && status == RA_OK; i++) {
+    for (int i = 0; i < nth && status == RA_OK; i++) {
         status = ra_attention_backward(&e->d, &e->t, work, bytes, order[i], nth);
     }
     free(mem);
@@ -221,11 +217,10 @@ static inline ra_status seat_attention(seat *e) {
 /* The gradient of the bias, by position. */
 static inline void outcome_bias(outcome *r, const seat *e) {
     const problem *p = e->p;
-    int64_t shift = e->s->shift, keys = p->k_max + shift, t;
-    int b, head;
-    for (b = 0; b < p->B; b++) for (t = 0; t < e->q_len[b]; t++) {
+    int64_t shift = e->s->shift, keys = p->k_max + shift;
+    for (int b = 0; b < p->B; b++) for (int64_t t = 0; t < e->q_len[b]; t++) {
         int64_t pos = e->q_pos[b * e->q_rows + t];
-        for (head = 0; head < p->Hq && pos >= 0; head++) {
+        for (int head = 0; head < p->Hq && pos >= 0; head++) {
             int64_t row = (b * p->Hq + head) * p->q_max + pos - p->q_offset;
             memcpy(r->d_bias + row * p->k_max,
                    e->d_bias + ((b * p->Hq + head) * (e->q_rows + 1) + t) * keys + shift,
@@ -239,10 +234,9 @@ static inline void outcome_grad(float *to, const view *v, const seat *e, int key
     const problem *p = e->p;
     const int32_t *pos = keys ? e->k_pos : e->q_pos;
     const int64_t *len = keys ? e->k_len : e->q_len;
-    int64_t rows = keys ? e->k_rows : e->q_rows, most = keys ? p->k_max : p->q_max, t;
+    int64_t rows = keys ? e->k_rows : e->q_rows, most = keys ? p->k_max : p->q_max;
     int64_t n = (int64_t)v->heads * v->dim, from = keys ? 0 : p->q_offset;
-    int b;
-    for (b = 0; b < p->B; b++) for (t = 0; t < len[b]; t++) {
+    for (int b = 0; b < p->B; b++) for (int64_t t = 0; t < len[b]; t++) {
         int64_t at = pos[b * rows + t];
         if (at >= 0) view_take(v, b, t, to + (b * most + at - from) * n);
     }
@@ -250,18 +244,18 @@ static inline void outcome_grad(float *to, const view *v, const seat *e, int key
 
 static inline void outcome_take(outcome *r, seat *e, uint8_t *seen) {
     const problem *p = e->p;
-    int64_t t, d, n = p->Hq * p->Dv;
+    int64_t n = p->Hq * p->Dv;
     float *row = (float *)malloc((size_t)n * sizeof *row), lse[64];
     int b;
     r->guard_broken += part_hash(e) != e->hash;
     for (b = 0; e->workspace_end && b < 64; b++) r->guard_broken += e->workspace_end[b] != GUARD;
-    for (b = 0; b < p->B; b++) for (t = 0; t < e->q_len[b]; t++) {
+    for (b = 0; b < p->B; b++) for (int64_t t = 0; t < e->q_len[b]; t++) {
         int64_t pos = e->q_pos[b * e->q_rows + t], at = b * p->q_max + pos - p->q_offset;
         view_take(&e->o, b, t, row);
         if (!e->s->no_lse) view_take(&e->lse, b, t, lse);
         else memset(lse, 0, sizeof lse);
         if (pos < 0) {
-            for (d = 0; d < n; d++) r->empty_wrong += row[d] != 0;
+            for (int64_t d = 0; d < n; d++) r->empty_wrong += row[d] != 0;
             continue;
         }
         seen[at]++;
@@ -332,12 +326,9 @@ static inline int may_use_integers(const ra_desc *d) {
 static inline outcome outcome_gather(world *w) {
     const problem *p = w->p;
     const setup *s = w->s;
-    outcome r;
+    outcome r = { 0 };
     size_t rows = (size_t)(p->B * p->q_max);
     uint8_t *seen = (uint8_t *)calloc(rows + 1, 1);
-    int rank, b;
-    int64_t i;
-    memset(&r, 0, sizeof r);
     r.no_lse = s->no_lse;
     r.o = (float *)calloc(rows * (size_t)(p->Hq * p->Dv) + 1, sizeof *r.o);
     r.lse = (float *)calloc(rows * (size_t)p->Hq + 1, sizeof *r.lse);
@@ -347,16 +338,16 @@ static inline outcome outcome_gather(world *w) {
     if (s->train && (p->scores & RA_SCORE_BIAS)) {
         r.d_bias = (float *)calloc(rows * (size_t)(p->Hq * p->k_max) + 1, sizeof *r.d_bias);
     }
-    for (rank = 0; rank < s->ranks; rank++) {
+    for (int rank = 0; rank < s->ranks; rank++) {
         if (w->seats[rank].status != RA_OK) outcome_blame(&r, &w->seats[rank]);
     }
-    for (rank = 0; rank < s->ranks; rank++) {
+    for (int rank = 0; rank < s->ranks; rank++) {
         if (r.status == RA_OK) outcome_take(&r, &w->seats[rank], seen);
         r.rough |= rounds_weights(&w->seats[rank].d) && !decodes_in_f32(s, &w->seats[rank].d);
         r.coarse |= may_use_integers(&w->seats[rank].d);
         part_free(&w->seats[rank]);
     }
-    for (b = 0; b < p->B; b++) for (i = 0; i < p->tq[b]; i++) {
+    for (int b = 0; b < p->B; b++) for (int64_t i = 0; i < p->tq[b]; i++) {
         r.missing += seen[b * p->q_max + i] != 1;
     }
     free(seen);
@@ -383,8 +374,7 @@ static inline outcome world_run(const problem *p, const setup *s) {
 static inline double worst_gradient(const float *got, const double *real, const double *bar,
                                     int64_t n, int rough) {
     double worst = 0;
-    int64_t i;
-    for (i = 0; i < n; i++) {
+    for (int64_t i = 0; i < n; i++) {
         double tol = 3e-7 + (rough ? 4096 : 1) * bar[i] + 1.2e-7 * fabs(real[i]);
         double x = fabs((double)got[i] - real[i]) / tol;
         if (real[i] != real[i]) x = got[i] != got[i] ? 0 : HUGE_VAL;
@@ -398,20 +388,19 @@ static inline double outcome_gradients(const outcome *r, const problem *p) {
     const int64_t nq = p->B * p->q_max * p->Hq, nk = p->B * p->k_max * p->Hkv;
     slopes real = oracle_slopes(p, r->d_bias != NULL);
     double worst[5] = { 0 };
-    int i;
     worst[0] = worst_gradient(r->d_q, real.q, real.q_bar, nq * p->Dk, r->rough);
     worst[1] = worst_gradient(r->d_k, real.k, real.k_bar, nk * p->Dk, r->rough);
     if (!p->v_in_k) worst[2] = worst_gradient(r->d_v, real.v, real.v_bar, nk * p->Dv, r->rough);
     if (r->d_bias)
         worst[3] = worst_gradient(r->d_bias, real.bias, real.bias_bar, nq * p->k_max, r->rough);
-    for (i = 0; i < p->Hq && (p->scores & RA_SCORE_SINKS); i++) {
+    for (int i = 0; i < p->Hq && (p->scores & RA_SCORE_SINKS); i++) {
         double tol = 3e-6 + (r->rough ? 4096 : 1) * real.sinks_bar[i];
         double x = fabs(r->d_sinks[i] - real.sinks[i]) / (tol + 1e-6 * fabs(real.sinks[i]));
         if (real.sinks[i] != real.sinks[i]) x = r->d_sinks[i] != r->d_sinks[i] ? 0 : HUGE_VAL;
         if (!(x <= worst[4])) worst[4] = x;
     }
     slopes_free(&real);
-    for (i = 1; i < 5; i++) if (!(worst[i] <= worst[0])) worst[0] = worst[i];
+    for (int i = 1; i < 5; i++) if (!(worst[i] <= worst[0])) worst[0] = worst[i];
     if (!(worst[0] <= 1)) printf("    %.3g times the bar\n", worst[0]);
     return worst[0];
 }
@@ -435,10 +424,9 @@ typedef struct verdict { double o_error, lse_error, o_ratio, lse_ratio; } verdic
  * max(1, |L|), plus the slack, plus one rounding. Ratios are in units of these. */
 static inline verdict outcome_judge(const outcome *r, const problem *p, const truth *t) {
     verdict w = { 0, 0, 0, 0 };
-    int64_t i, d, at, step = p->row_step ? p->row_step : 1, worst_o = -1, worst_l = -1;
-    int b, head;
-    for (b = 0; b < p->B; b++) for (i = 0; i < p->tq[b]; i += step) {
-        for (head = 0; head < p->Hq; head++) {
+    int64_t at, step = p->row_step ? p->row_step : 1, worst_o = -1, worst_l = -1;
+    for (int b = 0; b < p->B; b++) for (int64_t i = 0; i < p->tq[b]; i += step) {
+        for (int head = 0; head < p->Hq; head++) {
             double slack, want, far, tol;
             at = (b * p->q_max + i) * p->Hq + head;
             slack = (p->loose ? t->slack[at] : 0) + (r->coarse ? t->coarse[at] : 0);
@@ -447,7 +435,7 @@ static inline verdict outcome_judge(const outcome *r, const problem *p, const tr
             far = r->no_lse ? 0 : h_distance((double)r->lse[at], want, tol);
             if (far > w.lse_ratio) { w.lse_ratio = far; worst_l = at; }
             if (far * tol > w.lse_error) w.lse_error = far * tol;
-            for (d = 0; d < p->Dv; d++) {
+            for (int64_t d = 0; d < p->Dv; d++) {
                 want = t->o[at * p->Dv + d];
                 tol = 2e-6 + slack + (r->rough ? 1.05 * t->rough[at * p->Dv + d] : 0);
                 if (p->o_dtype != RA_F32) tol += 0.505 * dtype_ulp(want, p->o_dtype);
@@ -505,14 +493,13 @@ static inline void same_on_threads(const problem *p, setup *s, int32_t most) {
 /* Scores are exact: those of block b are b times the rise and one more for odd keys, or 0 for every
  * third query. */
 static inline void problem_rises(problem *p, float rise, h_rng *r) {
-    int64_t i, d;
     p->scale = 1;
     p->loose = 1;
     problem_data(p, r);
-    for (i = 0; i < p->q_max; i++)
-        for (d = 0; d < p->Dk; d++) p->q[i * p->Dk + d] = d == 0 && i % 3 ? 1.0f : 0.0f;
-    for (i = 0; i < p->k_max; i++)
-        for (d = 0; d < p->Dk; d++)
+    for (int64_t i = 0; i < p->q_max; i++)
+        for (int64_t d = 0; d < p->Dk; d++) p->q[i * p->Dk + d] = d == 0 && i % 3 ? 1.0f : 0.0f;
+    for (int64_t i = 0; i < p->k_max; i++)
+        for (int64_t d = 0; d < p->Dk; d++)
             p->k[i * p->Dk + d] = d ? 0.0f
                                     : dtype_round(rise * (float)(i / 64) + (float)(i % 2), RA_BF16);
 }
@@ -524,37 +511,35 @@ static inline void stale_maxima(const problem *p, int32_t isa, int rise, float l
     const int32_t size = (int32_t)element_bytes(p->q_dtype);
     uint8_t *data[3];
     float *m = (float *)malloc((size_t)(rows * 2 + n) * sizeof *m);
-    int64_t i, j, kept = 0, raised = 0;
-    ra_desc d;
-    ra_tensors t;
+    int64_t kept = 0, raised = 0;
+    ra_desc d = { 0 };
+    ra_tensors t = { 0 };
     ra_state state;
     size_t bytes;
     uint8_t *work;
-    for (i = 0; i < 3; i++) {
+    for (int64_t i = 0; i < 3; i++) {
         const float *from = i == 0 ? p->q : i == 1 ? p->k : p->v;
         data[i] = (uint8_t *)malloc((size_t)(n * size));
-        for (j = 0; j < n; j++) dtype_store(data[i] + j * size, from[j], p->q_dtype);
+        for (int64_t j = 0; j < n; j++) dtype_store(data[i] + j * size, from[j], p->q_dtype);
     }
-    memset(&d, 0, sizeof d);
     d.q_heads = d.kv_heads = 1; d.k_dim = d.v_dim = p->Dk; d.tokens = rows; d.scale = 1;
     d.q_dtype = d.k_dtype = d.v_dtype = p->q_dtype; d.o_dtype = RA_F32;
     d.mask.kind = RA_MASK_NONE;
     d.isa = isa;
-    memset(&t, 0, sizeof t);
     t.q.data = data[0]; t.k.data = data[1]; t.v.data = data[2];
     state.m = m; state.l = m + rows; state.acc = m + 2 * rows;
     bytes = ra_attention_bytes(&d, 1);
     work = (uint8_t *)malloc(bytes + 64);
     CHECK_EQ(ra_state_clear(&d, &state), RA_OK);
     CHECK_EQ(ra_fold(&d, &state, &t, work + (64 - (uintptr_t)work % 64) % 64, bytes), RA_OK);
-    for (i = 0; i < rows; i++) {
+    for (int64_t i = 0; i < rows; i++) {
         CHECK(state.l[i] > 0 && state.l[i] <= limit);
         if (fabsf(m[i] - (i % 3 ? 1.4427f : 0)) < 0.01f) kept++;
         else raised += i % 3 != 0;
     }
     CHECK_EQ(kept, rise ? (rows + 2) / 3 : rows);
     CHECK_EQ(kept + raised, rows);
-    for (i = 0; i < 3; i++) free(data[i]);
+    for (int64_t i = 0; i < 3; i++) free(data[i]);
     free(work);
     free(m);
 }

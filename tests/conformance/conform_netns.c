@@ -43,7 +43,7 @@ static void *nn_make(void *user, int ranks, int rings) {
 static const ra_transport *nn_join(void *world, int ring, int rank) {
     nn_world *w = (nn_world *)world;
     char path[256];
-    ra_tcp_desc d;
+    ra_tcp_desc d = { 0 };
     ra_error why;
     int there;
     snprintf(path, sizeof path, "/var/run/netns/%s", nn_names[2 * rank]);
@@ -53,7 +53,6 @@ static const ra_transport *nn_join(void *world, int ring, int rank) {
         return NULL;
     }
     close(there);
-    memset(&d, 0, sizeof d);
     d.rank = rank;
     d.ranks = w->ranks;
     d.addresses = w->at[ring];

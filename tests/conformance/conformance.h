@@ -1249,21 +1249,17 @@ static inline void cf_rows(const cf_pass *p, float *rows, float *all, int width,
 
 static inline ra_status cf_pass_open(cf_rank *r, cf_pass *p, int rank, int ranks,
                                      const ra_transport *t, ra_error *e) {
-    ra_ring_desc rd;
+    ra_ring_desc rd = { 0 };
     ra_status s;
-    ra_desc d;
+    ra_desc d = ra_desc_make(CF_HEADS, 1, CF_DIM, RA_F32, RA_MASK_CAUSAL);
     float *m;
     memset(p, 0, sizeof *p);
-    memset(&d, 0, sizeof d);
-    memset(&rd, 0, sizeof rd);
     rd.error = d.error = e;
     rd.watchdog_ns = 4 * r->patience;
     rd.quiesce_ns = r->patience / 2;
     p->train = !r->t[0]->post || (r->t[0]->channels > 1 && r->t[0]->max_ops > 2);
     d.ranks = ranks; d.rank = rank; d.tokens = CF_TOKENS;
-    d.layout.kind = RA_LAYOUT_ZIGZAG; d.mask.kind = RA_MASK_CAUSAL;
-    d.q_heads = CF_HEADS; d.kv_heads = 1; d.k_dim = d.v_dim = CF_DIM;
-    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+    d.layout.kind = RA_LAYOUT_ZIGZAG;
     d.chunk_tokens = 128;
     d.train = p->train;
     d.grad_return = r->t[0]->caps & RA_CAP_ANY_PEER ? RA_RETURN_DIRECT : RA_RETURN_RING;
@@ -1331,9 +1327,8 @@ static inline int cf_same(cf_rank *r, const char *what, const float *got, const 
 static inline void cf_pass_compare(cf_rank *r) {
     static cf_shared one;
     cf_shared *s = r->shared;
-    ra_error e;
+    ra_error e = { 0 };
     cf_pass p;
-    memset(&e, 0, sizeof e);
     if (cf_pass_open(r, &p, 0, 1, NULL, &e) || cf_pass_run(&p, RA_NO_DEADLINE)) {
         cf_break(r, CF_PASS, "one rank alone failed: %s", e.text);
         return;
@@ -1348,8 +1343,7 @@ static inline void cf_pass_compare(cf_rank *r) {
 }
 
 static inline void cf_pass_failed(cf_rank *r, const cf_pass *p, ra_status s, const ra_error *e) {
-    ra_failure f;
-    memset(&f, 0, sizeof f);
+    ra_failure f = { 0 };
     if (p->ring && ra_ring_failure(p->ring, &f) == RA_OK)
         cf_break(r, CF_PASS, "%s: %s", ra_status_text(s), f.text);
     else
@@ -1361,9 +1355,8 @@ static inline void cf_pass_failed(cf_rank *r, const cf_pass *p, ra_status s, con
 /* Two passes forward and two backward. */
 static inline void cf_t_passes(cf_rank *r) {
     ra_status s;
-    ra_error e;
+    ra_error e = { 0 };
     cf_pass p;
-    memset(&e, 0, sizeof e);
     s = cf_pass_open(r, &p, r->rank, r->ranks, r->t[0], &e);
     for (int i = 0; i < 2 && !s; i++) s = cf_pass_run(&p, ra_now_ns() + 4 * r->patience);
     if (s) {
@@ -1386,9 +1379,8 @@ static inline void cf_t_cancel(cf_rank *r) {
     static const int steps[] = { 0, 1, 2, 5, 9, 17 };
     int64_t begin = ra_now_ns(), deadline;
     ra_status s;
-    ra_error e;
+    ra_error e = { 0 };
     cf_pass p;
-    memset(&e, 0, sizeof e);
     r->breaks = 1;
     if (cf_pass_open(r, &p, r->rank, r->ranks, r->t[0], &e)) {
         cf_break(r, CF_PASS, "%s %s", e.field, e.text);
@@ -1396,8 +1388,7 @@ static inline void cf_t_cancel(cf_rank *r) {
     }
     deadline = begin + (r->maker->tells_peers ? r->patience : 300000000);
     if (r->rank == 0) {
-        ra_job job;
-        memset(&job, 0, sizeof job);
+        ra_job job = { 0 };
         job.plan = p.plan;
         job.tensors = &p.t;
         job.deadline_ns = deadline;
@@ -1433,9 +1424,8 @@ static inline void cf_t_absent(cf_rank *r) {
     int64_t deadline = ra_deadline_ms(300);
     cf_rank brief = *r;                /* of patience with quiesce, where the last rank is asked */
     ra_status s;
-    ra_error e;
+    ra_error e = { 0 };
     cf_pass p;
-    memset(&e, 0, sizeof e);
     r->breaks = 1;
     if (brief.patience > 600000000) brief.patience = 600000000;
     if (cf_pass_open(&brief, &p, r->rank, r->ranks, r->t[0], &e)) {
@@ -1465,10 +1455,9 @@ static inline void cf_t_absent(cf_rank *r) {
 
 /* A ring of one over a world of one. */
 static inline void cf_t_lone(cf_rank *r) {
-    ra_error e;
+    ra_error e = { 0 };
     cf_pass p;
     ra_status s;
-    memset(&e, 0, sizeof e);
     s = cf_pass_open(r, &p, 0, 1, r->t[0], &e);
     if (!s) s = cf_pass_run(&p, ra_now_ns() + r->patience);
     if (s) {
@@ -1649,8 +1638,7 @@ static inline void *cf_map(FILE *file, size_t bytes) {
 }
 
 static inline cf_result cf_result_of(const cf_shared *s) {
-    cf_result out;
-    memset(&out, 0, sizeof out);
+    cf_result out = { 0 };
     out.rule = s->rule;
     out.unclaimed = s->unclaimed;
     memcpy(out.text, s->text, sizeof out.text);
@@ -1760,9 +1748,8 @@ static inline void cf_line(const cf_maker *m, const cf_test *test, cf_report *re
     static const int ranks[] = { 2, 3, 5, 8, 1 };
     int ran = 0, most = m->most_ranks ? m->most_ranks : CF_MOST_RANKS;
     char done[64] = "", note[160] = "";
-    cf_result res;
+    cf_result res = { 0 };
     if (m->outside && m->outside->ranks < most) most = m->outside->ranks;
-    memset(&res, 0, sizeof res);
     res.rule = -1;
     for (int i = 0; i < 5 && res.rule < 0; i++) {
         int n = ranks[i], alone = (test->flags & CF_ALONE) != 0;
@@ -1797,8 +1784,7 @@ static inline void cf_line(const cf_maker *m, const cf_test *test, cf_report *re
 /* All tests; passes only if the messages under them are right. only: a part of a test's name, or
  * null. first: stop at the first breach. to: the report; null: none. */
 static inline cf_report cf_judge(const cf_maker *m, const char *only, int first, FILE *to) {
-    cf_report rep;
-    memset(&rep, 0, sizeof rep);
+    cf_report rep = { 0 };
     rep.first = -1;
     if (to) fprintf(to, "conformance of %s\n", m->name);
     for (int i = 0; i < CF_TEST_COUNT; i++) {

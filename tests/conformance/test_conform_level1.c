@@ -87,8 +87,7 @@ static void *up_make(void *user, int ranks, int rings) {
 static const ra_transport *up_join(void *world, int ring, int rank) {
     up_world *w = (up_world *)world;
     up_seat *s = &w->seat[ring][rank];
-    ra_transport below;
-    memset(&below, 0, sizeof below);
+    ra_transport below = { 0 };
     below.size = sizeof below;
     below.abi = RA_TRANSPORT_ABI;
     below.caps = RA_CAP_DEADLINE;
@@ -156,9 +155,8 @@ TEST(unequal_messages_move_together) {
 }
 
 TEST(refusals) {
-    ra_transport none;
+    ra_transport none = { 0 };
     ra_level1 *up = NULL;
-    memset(&none, 0, sizeof none);
     CHECK_EQ(ra_level1_open(NULL, &none, 0, 1), RA_E_NULL);
     CHECK_EQ(ra_level1_open(&up, NULL, 0, 1), RA_E_NULL);
     CHECK_EQ(ra_level1_open(&up, &none, 0, 1), RA_E_TRANSPORT);

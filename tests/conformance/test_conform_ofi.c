@@ -21,8 +21,7 @@ typedef struct ofi_world {
 } ofi_world;
 
 static ra_ofi_desc describe(const form *f, int rank, int ranks, ra_error *why) {
-    ra_ofi_desc d;
-    memset(&d, 0, sizeof d);
+    ra_ofi_desc d = { 0 };
     memset(why, 0, sizeof *why);
     d.provider = f->provider;
     d.one_sided = f->one_sided;

@@ -23,9 +23,8 @@ static void *shm_make(void *user, int ranks, int rings) {
 static const ra_transport *shm_join(void *world, int ring, int rank) {
     shm_world *w = (shm_world *)world;
     char name[64];
-    ra_shm_desc d;
+    ra_shm_desc d = { 0 };
     ra_error why;
-    memset(&d, 0, sizeof d);
     snprintf(name, sizeof name, "%s.%d", w->name, ring);
     d.name = name;
     d.rank = rank;

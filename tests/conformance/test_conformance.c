@@ -641,9 +641,8 @@ typedef struct bundled { ra_world *ring[CF_MOST_RINGS]; int rings; } bundled;
 
 static void *bundled_make(void *user, int ranks, int rings) {
     bundled *b = (bundled *)calloc(1, sizeof *b);
-    ra_world_desc wd;
+    ra_world_desc wd = { 0 };
     (void)user;
-    memset(&wd, 0, sizeof wd);
     wd.ranks = ranks;
     b->rings = rings;
     for (int i = 0; i < rings; i++) if (ra_world_create(&b->ring[i], &wd)) abort();
@@ -686,9 +685,8 @@ TEST(bundled_post_after_abort) {
         bundled *b = (bundled *)bundled_make(NULL, 2, 1);
         const ra_transport *t[2];
         uint8_t bytes[64] = { 0 };
-        ra_transport_op op, *ops[1];
+        ra_transport_op op = { 0 }, *ops[1];
         for (int r = 0; r < 2; r++) t[r] = ra_world_transport(b->ring[0], r);
-        memset(&op, 0, sizeof op);
         op.kind = (uint8_t)kind;
         op.peer = 0;
         op.buf = bytes;
@@ -763,10 +761,10 @@ static int found_in(int wrong) {
 
 static void check_found(int wrong, int found) {
     int rule = rule_of(wrong);
-    snprintf(h_run.context, sizeof h_run.context, "a transport that %s should break %s, found: %s",
-             wrong < CF_RULE_COUNT ? "is named after the rule"
-                                   : ch_defect_text[wrong - CH_RIGHT - 1],
-             cf_rule_name[rule], found < 0 ? "nothing" : cf_rule_name[found]);
+    h_context("a transport that %s should break %s, found: %s",
+              wrong < CF_RULE_COUNT ? "is named after the rule"
+                                    : ch_defect_text[wrong - CH_RIGHT - 1],
+              cf_rule_name[rule], found < 0 ? "nothing" : cf_rule_name[found]);
     /* a byte changed after DONE may by then be one that is sent on */
     if (rule == CF_RECV_AFTER && found == CF_READ_ONLY) found = rule;
     /* what is filled may by then be memory of something else */
