@@ -21,6 +21,15 @@ static inline int hook_main(int argc, char **argv, const h_test *tests, size_t n
     return failed || hook_broken;
 }
 
+/* A world of so many ranks. */
+static inline ra_world *hook_world(int ranks) {
+    ra_world *world = NULL;
+    ra_world_desc wd = { 0 };
+    wd.ranks = ranks;
+    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+    return world;
+}
+
 /* The lowest position that two runs share, or -1. */
 int64_t hook_runs_meet(const ra_run *a, const ra_run *b);
 

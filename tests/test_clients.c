@@ -455,11 +455,9 @@ static void crew_wants(crew *c, int tokens) {
 static void crew_run(crew *c) {
     pthread_t id[2 * CREW];
     hand hands[2 * CREW];
-    ra_world *world = NULL;
-    ra_world_desc wd = { 0 };
+    ra_world *world;
     int n = 0;
-    wd.ranks = c->ranks;
-    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+    world = hook_world(c->ranks);
     for (int r = 0; r < c->ranks; r++) {
         ra_ring_desc rd = { 0 };
         rd.workspace_bytes = 1 << 20;
@@ -573,22 +571,20 @@ TEST(wrapped_world) {
     for (int64_t i = 0; i < 40; i++) {
         team *t;
         ra_transport net[MAX_RANKS];
-        ra_world *world = NULL;
-        ra_world_desc wd = { 0 };
+        ra_world *world;
         uint8_t *o[MAX_RANKS];
         int ranks = world_sizes[i % 5];
         if (!h_case(i)) continue;
         seed_case(i);
         t = team_new(ranks, small_range(1, 300), small_range(1, 2));
         team_plans(t);
-        wd.ranks = ranks;
         CHECK_EQ(ra_world_run(ranks, live_in_world, t, NULL), RA_OK);
         for (int r = 0; r < ranks; r++) {
             o[r] = (uint8_t *)small_memory(t->part[r].o.bytes);
             memcpy(o[r], t->part[r].o.mem, t->part[r].o.bytes);
             memset(t->part[r].o.mem, GUARD, t->part[r].o.bytes);
         }
-        CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+        world = hook_world(ranks);
         for (int r = 0; r < ranks; r++) {
             net[r] = *ra_world_transport(world, r);
             net[r].caps &= ~(uint32_t)RA_CAP_SHARED;
@@ -823,16 +819,14 @@ static void *brake_main(void *arg) {
 TEST(cancel_from_another_thread) {
     for (int ranks = 1; ranks <= 2; ranks++) {
         team *t = (seed_case(ranks), team_full(ranks, 2000, 1));
-        ra_world *world = NULL;
-        ra_world_desc wd = { 0 };
+        ra_world *world;
         ra_ring_desc rd = { 0 };
         ra_ring *ring = NULL;
         ra_failure f;
         pthread_t id;
         brake b = { 0 };
         team_plans(t);
-        wd.ranks = ranks;
-        CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+        world = hook_world(ranks);
         rd.progress = brake_progress;
         rd.progress_ctx = &b;
         CHECK_EQ(ra_ring_create(&ring, t->plan[0], ra_world_transport(world, 0), &rd), RA_OK);

@@ -364,16 +364,13 @@ TEST(quiesce_of_the_world_on_another_clock) {
     rig *g = rig_new(2, 256, 1);
     for (int i = 0; i < 4; i++) {
         int64_t clock = ra_now_ns() + (i % 2 ? YEARS : -YEARS);
-        ra_world *world = NULL;
-        ra_world_desc wd = { 0 };
+        ra_world *world = hook_world(2);
         ra_ring_desc rd = { 0 };
         ra_ring *ring, *other;
         pthread_t id;
-        wd.ranks = 2;
         rd.clock_ns = still_clock;
         rd.clock_ctx = &clock;
         rd.quiesce_ns = i < 2 ? 1 : INT64_MAX;
-        CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
         ring = under_way(g, world, 0, &rd);
         other = under_way(g, world, 1, NULL);
         ra_ring_cancel(ring);
@@ -403,15 +400,12 @@ TEST(world_waits_for_no_rank_that_rests) {
     enum { AT_FIRST, LATER, THIRD, WAYS };
     rig *g = rig_new(3, 384, 1);
     for (int i = 0; i < WAYS; i++) {
-        ra_world *world = NULL;
-        ra_world_desc wd = { 0 };
+        ra_world *world = hook_world(3);
         ra_ring_desc rd = { 0 };
         ra_ring *ring[3];
         ra_job job[3];
         ra_status s[3];
-        wd.ranks = 3;
         rd.quiesce_ns = 50000000;      /* of all of which it would wait, to leak its ring then */
-        CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
         for (int r = 0; r < 3; r++) {
             job[r] = rig_job(g, r);
             CHECK_EQ(ra_ring_create(&ring[r], g->plan[r], ra_world_transport(world, r), &rd),
@@ -447,13 +441,10 @@ static ra_status refetched(void *ctx, int64_t pass, int32_t rank, ra_tensors *t)
 /* Two of three ranks resume on `world` what the third one left; well if they can fetch again. */
 static void resumes(const rig *g, ra_world *world, int fetches) {
     static const int32_t survivors[2] = { 0, 1 };
-    ra_world *before = NULL;
-    ra_world_desc wd = { 0 };
+    ra_world *before = hook_world(3);
     ra_resume_desc xd = { 0 };
     ra_ring *ring[2];
     ra_status s[2];
-    wd.ranks = 3;
-    CHECK_EQ(ra_world_create(&before, &wd), RA_OK);
     for (int r = 0; r < 2; r++) ring[r] = under_way(g, before, r, NULL);
     ra_world_leave(before, 2, RA_E_IO);
     step_all(ring, 2, s);
@@ -480,15 +471,12 @@ TEST(world_rests_after_any_pass) {
     enum { COPIED, RESUMED, REFUSED, WAYS };
     rig *g = rig_new(2, 256, 1), *three = rig_new(3, 384, 1);
     for (int i = 0; i < WAYS; i++) {
-        ra_world *world = NULL;
-        ra_world_desc wd = { 0 };
+        ra_world *world = hook_world(2);
         ra_ring_desc rd = { 0 };
         ra_ring *ring[2];
         ra_job job[2];
         ra_status s[2];
-        wd.ranks = 2;
         rd.quiesce_ns = 50000000;      /* of all of which it would wait */
-        CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
         if (i != COPIED) resumes(three, world, i == RESUMED);
         for (int r = 0; r < 2; r++) {
             ra_transport net = *ra_world_transport(world, r);
@@ -542,15 +530,12 @@ static void small_cache_open(small_cache *c, const rig *g, ra_world *world, int 
  * first has ended. */
 TEST(world_passes_take_turns) {
     rig *g = rig_new(2, 256, 1);
-    ra_world *world = NULL;
-    ra_world_desc wd = { 0 };
+    ra_world *world = hook_world(2);
     ra_ring *a[2], *b[2];
     ra_job job[2];
     ra_status s[2] = { RA_AGAIN, RA_AGAIN };
     ra_ring_counters now;
     small_cache c[2];
-    wd.ranks = 2;
-    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
     for (int r = 0; r < 2; r++) {
         job[r] = rig_job(g, r);
         a[r] = under_way(g, world, r, NULL);
@@ -1158,13 +1143,10 @@ static void fail_beside(guard *x) {
 TEST(quiesce_waits_for_wait) {
     rig *g = rig_new(2, 256, 2);
     guard x = { 0 };
-    ra_world *world = NULL;
-    ra_world_desc wd = { 0 };
+    ra_world *world = hook_world(2);
     ra_ring *ring = NULL;
     ra_transport net;
     ra_job job = rig_job(g, 0);
-    wd.ranks = 2;
-    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
     net = guard_transport(&x, ra_world_transport(world, 0));
     CHECK_EQ(ra_ring_create(&ring, g->plan[0], &net, NULL), RA_OK);
     x.ring = ring;
@@ -1219,11 +1201,8 @@ static void *hand_main(void *arg) {
 static void crew_run(crew *c) {
     pthread_t id[2 * CREW];
     hand hands[2 * CREW];
-    ra_world *world = NULL;
-    ra_world_desc wd = { 0 };
+    ra_world *world = hook_world(2);
     ra_transport net[2];
-    wd.ranks = 2;
-    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
     for (int r = 0; r < 2; r++) {
         ra_ring_desc rd = { 0 };
         rd.trace = crew_event;
@@ -1319,12 +1298,10 @@ static void leave_rank_0(void) { ra_world_leave(left_world, 0, RA_OK); }
 TEST(leave_beside_a_post) {
     for (int kind = RA_MSG_SEND; kind <= RA_MSG_RECV; kind++) {
         const ra_transport *t;
-        ra_world_desc wd = { 0 };
         ra_transport_op op[2], *list[1];
         char bytes[2][64];
         memset(bytes, 0, sizeof bytes);
-        wd.ranks = 2;
-        CHECK_EQ(ra_world_create(&left_world, &wd), RA_OK);
+        left_world = hook_world(2);
         t = ra_world_transport(left_world, 0);
         for (int i = 0; i < 2; i++) {
             memset(&op[i], 0, sizeof op[i]);
@@ -1723,12 +1700,10 @@ static ra_transport_op op_of(int kind, int peer, int channel, uint64_t *buf) {
 TEST(ops_are_taken_back_from_the_last) {
     uint64_t got[3] = { 0, 0, 0 }, sent = 7;
     ra_transport_op in[3], out = op_of(RA_MSG_SEND, 0, 0, &sent);
-    ra_world_desc wd = { 0 };
     ra_world *world;
     pthread_t thread;
     giver_up g;
-    wd.ranks = 2;
-    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+    world = hook_world(2);
     g.net = ra_world_transport(world, 0);
     for (int i = 0; i < 3; i++) {
         in[i] = op_of(RA_MSG_RECV, 1, i == 1, &got[i]);
