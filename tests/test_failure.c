@@ -816,13 +816,28 @@ static void pair_close(pair *x) {
     rig_free(x->g);
 }
 
-static void pair_pass(pair *x, int pass) {
-    ra_status s[2];
+/* Rank 0 again, with another poll. */
+static void pair_polls(pair *x, const ra_ring_desc *more,
+                       int (*poll)(void *, ra_transport_op *const *, int)) {
+    ra_ring_desc rd = *more;
+    rd.clock_ns = still_clock;
+    rd.clock_ctx = &x->clock;
+    CHECK_EQ(ra_ring_destroy(x->ring[0]), RA_OK);
+    x->net[0].poll = poll;
+    CHECK_EQ(ra_ring_create(&x->ring[0], x->g->plan[0], &x->net[0], &rd), RA_OK);
+}
+
+static void pair_begin(pair *x, int pass) {
     for (int r = 0; r < 2; r++) {
         ra_job job = rig_job(x->g, r);
         job.pass = pass;
         CHECK_EQ(ra_begin(x->ring[r], &job), RA_OK);
     }
+}
+
+static void pair_pass(pair *x, int pass) {
+    ra_status s[2];
+    pair_begin(x, pass);
     step_all(x->ring, 2, s);
     CHECK(s[0] == RA_OK && s[1] == RA_OK);
 }
@@ -848,11 +863,7 @@ static void worker_begin(pair *x, int pass) {
     worker.x = x;
     worker.polled = x->clock;
     worker.most = worker.longest = 0;
-    for (int r = 0; r < 2; r++) {
-        ra_job job = rig_job(x->g, r);
-        job.pass = pass;
-        CHECK_EQ(ra_begin(x->ring[r], &job), RA_OK);
-    }
+    pair_begin(x, pass);
     hook_work(x->ring[0], worker_works);
 }
 
@@ -871,11 +882,7 @@ TEST(steps_poll) {
     grads_new(&y, x.g);
     pair_open(&x, &rd);
     worker.net = x.net[0];
-    CHECK_EQ(ra_ring_destroy(x.ring[0]), RA_OK);
-    x.net[0].poll = worker_poll;
-    rd.clock_ns = still_clock;
-    rd.clock_ctx = &x.clock;
-    CHECK_EQ(ra_ring_create(&x.ring[0], x.g->plan[0], &x.net[0], &rd), RA_OK);
+    pair_polls(&x, &rd, worker_poll);
     for (int pass = RA_PASS_FORWARD; pass <= RA_PASS_BACKWARD; pass++) {
         worker_begin(&x, pass);
         step_all(x.ring, 2, s);
@@ -928,15 +935,8 @@ TEST(short_messages_name_what_differs) {
         pair_open(&x, &rd);
         short_net = x.net[0];
         short_way = way;
-        CHECK_EQ(ra_ring_destroy(x.ring[0]), RA_OK);
-        x.net[0].poll = short_poll;
-        rd.clock_ns = still_clock;
-        rd.clock_ctx = &x.clock;
-        CHECK_EQ(ra_ring_create(&x.ring[0], x.g->plan[0], &x.net[0], &rd), RA_OK);
-        for (int r = 0; r < 2; r++) {
-            ra_job job = rig_job(x.g, r);
-            CHECK_EQ(ra_begin(x.ring[r], &job), RA_OK);
-        }
+        pair_polls(&x, &rd, short_poll);
+        pair_begin(&x, RA_PASS_FORWARD);
         for (int i = 0; i < 10000 && s[0] > 0; i++) {
             if (s[1] > 0) s[1] = ra_step(x.ring[1], 0);
             s[0] = ra_step(x.ring[0], 0);

@@ -1,7 +1,7 @@
 /* Bad input: every field of every descriptor, wrong in every way (test_estimate.c has those of
  * ra_estimate). Proves that a refusal has the right status, names the field, says the wrong value
- * and what is allowed, and changes nothing. One status of one field is one check. Random descriptors
- * never crash. Every n-th allocation fails once. */
+ * and what is allowed, and changes nothing. One status of one field is one check. No random
+ * descriptor leads to a crash. Every n-th allocation fails once. */
 #define _POSIX_C_SOURCE 200112L
 #include "hooks.h"
 #include "small.h"
