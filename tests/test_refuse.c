@@ -1221,7 +1221,7 @@ TEST(attention) {
     vast.q_heads = 1 << 16;
     vast.k_dim = 1024;
     CHECK_EQ((int64_t)ra_attention_backward_bytes(&vast, 4096), 0);
-    refused(e.status, &e, RA_E_OVERFLOW, "nth", 4096);
+    refused(e.status, &e, RA_E_OVERFLOW, "nth", "4096");
     CHECK_EQ(ra_attention(&d, &t, ws, n, 0, 2), RA_OK);
     CHECK_EQ(ra_attention(&d, &t, ws, n, 1, 2), RA_OK);
     refused(ra_attention(&d, &t, ws, n - 65, 0, 2), &e, RA_E_WORKSPACE, "workspace",
