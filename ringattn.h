@@ -3983,8 +3983,28 @@ RA__ISA_INLINE int32_t RA__NAME(decode_defers)(const ra__decode_rows *rows) {
     return RA__DECODE_DIRECT != RA_F32 && rows->d->k_dtype == RA_F16 && !rows->one_row;
 }
 
+/* c[n] = the sums at `from`, or 0 if there are none yet. */
+RA__ISA_INLINE void RA__NAME(decode_load_sums)(RA__FLOATS *c, const float *from, int32_t n,
+                                               int32_t any) {
+    if (any) RA__UNROLL for (int32_t i = 0; i < n; i++) c[i] = RA__NAME(load)(from + i * RA__WIDTH);
+    else RA__UNROLL for (int32_t i = 0; i < n; i++) c[i] = RA__NAME(set)(0.0f);
+}
+
+/* As load_chunk, also at the end of a row. */
+RA__ISA_INLINE void RA__NAME(load_any_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
+                                             int32_t dim, int32_t dtype) {
+    RA__FLOATS last[2];
+    if (dim - d >= RA__CHUNK) {
+        RA__NAME(load_chunk)(out, row, d, dtype);
+        return;
+    }
+    RA__NAME(load_last_chunk)(last, row, d, dim, dtype);
+    out[0] = last[0];
+    out[1] = last[1];
+}
+
 /* block_acc += p V in nc chunks of dims from d on. form: a dtype; with RA__DECODE_ANY for keys that
- * not all rows see and for incomplete chunks. */
+ * not all rows see, and for a single or an incomplete chunk. */
 RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
                                                 const ra__decode_keys *keys, const float *p,
                                                 int32_t d, int32_t nc, int32_t form) {
@@ -3994,10 +4014,9 @@ RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
     const uint8_t *row = keys->v;
     float *to = rows->block_acc + 4 * d;
     RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], v[2 * RA__DECODE_TILE_CHUNKS];
-    RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++)
-        c[i] = rows->has_keys ? RA__NAME(load)(to + i * RA__WIDTH) : RA__NAME(set)(0.0f);
+    RA__NAME(decode_load_sums)(c, to, 8 * nc, rows->has_keys);
     for (int32_t j = 0; j < keys->n; j++, row += keys->v_stride, p += 4) {
-        if (rest) RA__NAME(load_last_chunk)(v, row, d, rows->d->v_dim, dtype);
+        if (rest) RA__NAME(load_any_chunk)(v, row, d, rows->d->v_dim, dtype);
         else RA__UNROLL for (int32_t i = 0; i < nc; i++)
             RA__NAME(load_chunk)(v + 2 * i, row, d + i * RA__CHUNK, dtype);
         RA__NAME(decode_value_step)(c, v, p, nc, rest ? keys->seen >> 4 * j : ~(uint64_t)0);
@@ -4008,16 +4027,30 @@ RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
         RA__NAME(store)(to + i * RA__WIDTH, c[i]);
 }
 
-/* Takes complete chunks of keys that all rows see. Returns the first dim that is left. */
+/* Takes whole tiles of keys that all rows see. Returns the first dim that is left. */
 RA__ISA_INLINE int32_t RA__NAME(decode_value_tiles)(const ra__decode_rows *rows,
                                                     const ra__decode_keys *keys, const float *p,
                                                     int32_t dtype) {
-    int32_t dim = rows->d->v_dim, d = 0;
-    for (; dim - d >= RA__DECODE_TILE_CHUNKS * RA__CHUNK; d += RA__DECODE_TILE_CHUNKS * RA__CHUNK)
+    const int32_t dim = rows->d->v_dim, step = RA__DECODE_TILE_CHUNKS * RA__CHUNK;
+    int32_t d = 0;
+    for (; dim - d >= step; d += step)
         RA__NAME(decode_value_tile)(rows, keys, p, d, RA__DECODE_TILE_CHUNKS, dtype);
-    for (; RA__DECODE_TILE_CHUNKS > 1 && dim - d >= RA__CHUNK; d += RA__CHUNK)
-        RA__NAME(decode_value_tile)(rows, keys, p, d, 1, dtype);
     return d;
+}
+
+/* Ends a tile of n vectors from dim d on of a single row: stores its sums c to block_acc. If they
+ * are those of a whole block, adds them to acc instead or, if these are all keys, writes o. */
+RA__ISA_INLINE void RA__NAME(decode_row_store)(const ra__decode_rows *rows, RA__FLOATS *c,
+                                               int32_t d, int32_t n, int32_t whole) {
+    float *to = (whole ? rows->acc : rows->block_acc) + d;
+    if (whole && rows->o) {
+        const RA__FLOATS factor = RA__NAME(set)(rows->o_factor);
+        to = rows->o + d;
+        RA__UNROLL for (int32_t i = 0; i < n; i++) c[i] = (c[i] + RA__NAME(set)(0.0f)) * factor;
+    } else if (whole) {
+        RA__UNROLL for (int32_t i = 0; i < n; i++) c[i] += RA__NAME(load)(to + i * RA__WIDTH);
+    }
+    RA__UNROLL for (int32_t i = 0; i < n; i++) RA__NAME(store)(to + i * RA__WIDTH, c[i]);
 }
 
 /* The same as decode_value_tile for the one row of nh heads; p [head][RA__DECODE_LINE]. */
@@ -4031,15 +4064,12 @@ RA__ISA_INLINE void RA__NAME(decode_row_tile)(const ra__decode_rows *rows,
     const int64_t stride = keys->v_stride, next = keys->v_head;
     if (!rest) row += (int64_t)d * (dtype == RA_F32 ? 4 : 2);
     RA__UNROLL for (int32_t h = 0; h < nh; h++)
-        RA__UNROLL for (int32_t i = 0; i < 2 * nc; i++)
-            c[2 * nc * h + i] = rows[h].has_keys
-                ? RA__NAME(load)(rows[h].block_acc + d + i * RA__WIDTH)
-                : RA__NAME(set)(0.0f);
+        RA__NAME(decode_load_sums)(c + 2 * nc * h, rows[h].block_acc + d, 2 * nc, rows[h].has_keys);
     for (int32_t j = 0; j < keys->n; j++, row += stride) {
         const uint8_t *at = row;
         RA__UNROLL for (int32_t h = 0; h < nh; h++, at += next) {
             RA__FLOATS y = RA__NAME(set)(p[h * RA__DECODE_LINE + j]);
-            if (rest) RA__NAME(load_last_chunk)(v, at, d, rows->d->v_dim, dtype);
+            if (rest) RA__NAME(load_any_chunk)(v, at, d, rows->d->v_dim, dtype);
             else RA__UNROLL for (int32_t i = 0; i < nc; i++)
                 RA__NAME(load_chunk)(v + 2 * i, at, i * RA__CHUNK, dtype);
             if (rest && keys->partial && !(keys->seen >> 4 * j & 1)) continue;
@@ -4050,18 +4080,7 @@ RA__ISA_INLINE void RA__NAME(decode_row_tile)(const ra__decode_rows *rows,
             ra__stream_prefetch(keys->streams, (bytes + 127) / 128);
     }
     RA__UNROLL for (int32_t h = 0; h < nh; h++)
-        RA__UNROLL for (int32_t i = 0; i < 2 * nc; i++) {
-            const int32_t at = d + i * RA__WIDTH;
-            RA__FLOATS *x = &c[2 * nc * h + i];
-            float *to = keys->whole ? rows[h].acc : rows[h].block_acc;
-            if (keys->whole && rows[h].o) {
-                to = rows[h].o;
-                *x = (*x + RA__NAME(set)(0.0f)) * RA__NAME(set)(rows[h].o_factor);
-            } else if (keys->whole) {
-                *x += RA__NAME(load)(to + at);
-            }
-            RA__NAME(store)(to + at, *x);
-        }
+        RA__NAME(decode_row_store)(rows + h, c + 2 * nc * h, d, 2 * nc, keys->whole);
 }
 
 /* All complete tiles of nc chunks from dim d on, of n heads. f32 takes several heads at once, so
@@ -4069,8 +4088,8 @@ RA__ISA_INLINE void RA__NAME(decode_row_tile)(const ra__decode_rows *rows,
 RA__ISA_INLINE int32_t RA__NAME(decode_row_tiles)(const ra__decode_rows *rows, int32_t n,
                                                   const ra__decode_keys *keys, const float *p,
                                                   int32_t d, int32_t nc, int32_t dtype) {
-    const int32_t most = nc == 1 || dtype != RA_F32
-                             ? 1 : RA__DECODE_ROW_CHUNKS * RA__DECODE_TILE_CHUNKS / nc;
+    const int32_t most =
+        dtype == RA_F32 ? RA__DECODE_ROW_CHUNKS * RA__DECODE_TILE_CHUNKS / nc : 1;
     for (; rows->d->v_dim - d >= nc * RA__CHUNK; d += nc * RA__CHUNK) {
         const uint8_t *row = keys->v;
         int32_t h = 0;
@@ -4084,7 +4103,7 @@ RA__ISA_INLINE int32_t RA__NAME(decode_row_tiles)(const ra__decode_rows *rows, i
     return d;
 }
 
-/* Complete chunks. Returns the first dim that is left. one_row: of n heads. */
+/* The same of n heads, which are more than one only if they have one row. */
 RA__ISA_INLINE int32_t RA__NAME(decode_values_of)(const ra__decode_rows *rows, int32_t n,
                                                   const ra__decode_keys *keys, const float *p,
                                                   int32_t dtype) {
@@ -4092,8 +4111,7 @@ RA__ISA_INLINE int32_t RA__NAME(decode_values_of)(const ra__decode_rows *rows, i
     if (!rows->one_row) return RA__NAME(decode_value_tiles)(rows, keys, p, dtype);
     if (dtype == RA_F32)
         d = RA__NAME(decode_row_tiles)(rows, n, keys, p, d, RA__DECODE_ROW_CHUNKS, dtype);
-    d = RA__NAME(decode_row_tiles)(rows, n, keys, p, d, 2, dtype);
-    return RA__NAME(decode_row_tiles)(rows, n, keys, p, d, 1, dtype);
+    return RA__NAME(decode_row_tiles)(rows, n, keys, p, d, 2, dtype);
 }
 
 RA__ISA_NOINLINE void RA__NAME(decode_values_as)(const ra__decode_rows *rows, int32_t n,
