@@ -11125,14 +11125,13 @@ static ra__bounds ra__engine_geometry(const ra__work *w, int32_t b, const ra__se
 /* Adds the engine's o and lse of some rows, normalised, to their states. */
 static void ra__engine_merge(const ra__work *w, int32_t b, const ra__seg *rows,
                              const ra__engine_scratch *x) {
-    for (int64_t r = 0, i = 0; r < rows->rows; r++)
-        for (int32_t h = 0; h < w->d->q_heads; h++, i++) {
-            const int64_t at = ra__ml_at(w, b, rows->row + r, h);
-            const float m = (float)((double)x->lse[i] / 0.69314718055994530942);
-            ra__state_merge(w->m + at, w->l + at,
-                          ra__view_floats(ra__view_at(w->acc, b, rows->row + r, h)), m,
-                          ra__is_neg_inf(x->lse[i]) ? 0.0f : 1.0f, x->o + i * w->d->v_dim,
-                          w->d->v_dim);
+    const float *o = x->o, *lse = x->lse;
+    for (int64_t r = rows->row; r < rows->row + rows->rows; r++)
+        for (int32_t h = 0; h < w->d->q_heads; h++, o += w->d->v_dim, lse++) {
+            const int64_t at = ra__ml_at(w, b, r, h);
+            ra__state_merge(w->m + at, w->l + at, ra__view_floats(ra__view_at(w->acc, b, r, h)),
+                            (float)((double)*lse / 0.69314718055994530942),
+                            ra__is_neg_inf(*lse) ? 0.0f : 1.0f, o, w->d->v_dim);
         }
 }
 
@@ -12847,15 +12846,10 @@ static ra_status ra__check_who(ra__thread who, ra_error *e) {
     return RA_OK;
 }
 
-/* Bytes of a workspace at any address: `shared`, and `need` for each of nth threads. INT64_MAX if
- * that overflows. */
-static int64_t ra__workspace_total(int64_t shared, int64_t need, int nth) {
-    return ra__add_sat(64 + shared, ra__mul_sat(need, nth));
-}
-
-/* The same for the caller. 0 if a size_t does not hold it, which is refused. */
+/* Bytes of a workspace at any address: `shared`, and `need` for each of nth threads. 0 if a size_t
+ * does not hold them, which is refused. */
 static size_t ra__workspace_bytes(int64_t shared, int64_t need, int nth, ra_error *e) {
-    const int64_t bytes = ra__workspace_total(shared, need, nth);
+    const int64_t bytes = ra__add_sat(64 + shared, ra__mul_sat(need, nth));
     if (bytes < INT64_MAX && (uint64_t)bytes <= SIZE_MAX) return (size_t)bytes;
     (void)ra__refuse(e, RA_E_OVERFLOW, "nth", "workspaces of # threads overflow a size_t", nth);
     return 0;
@@ -12867,8 +12861,9 @@ static ra_status ra__check_workspace(void *workspace, size_t bytes, int64_t shar
     *base = ra__workspace_align(workspace, &bytes);
     if (bytes >= (size_t)shared && (int64_t)((bytes - (size_t)shared) / (size_t)nth) >= need)
         return RA_OK;
-    return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes",
-                      ra__workspace_total(shared, need, nth));
+    bytes = ra__workspace_bytes(shared, need, nth, e);
+    return bytes ? ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes", (int64_t)bytes)
+                 : RA_E_OVERFLOW;
 }
 
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth) {
@@ -13229,21 +13224,6 @@ static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_
     return RA_OK;
 }
 
-/* Writes delta of all rows, packed. */
-static void ra__delta_rows(const ra__work *w, ra__view d_o, const ra__kernel *kernel,
-                           float *delta) {
-    const ra_desc *d = w->d;
-    uint32_t mode = ra__fp_enter();
-    for (int32_t b = 0; b < d->sequences; b++)
-        for (int64_t r = 0; r < ra__q_len(d, b); r++)
-            for (int32_t h = 0; h < d->q_heads; h++) {
-                ra__source o = ra__source_at(w->o, b, r, h, d->o_dtype, d->v_dim);
-                ra__source g = ra__source_at(d_o, b, r, h, d->o_dtype, d->v_dim);
-                kernel->deltas(delta + (b * d->tokens + r) * d->q_heads + h, &o, &g, 1);
-            }
-    ra__fp_leave(mode);
-}
-
 /* ra_fold_backward: every sequence and kv head, with the caller's arrays as the sums. */
 static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *memory) {
     const ra_desc *d = &l->c.d;
@@ -13334,7 +13314,16 @@ RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *de
     if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
     if (!s) s = ra__check_tensor(&c.d, t, c.rows, RA__TENSOR_D_O, &d_o, d->error);
     if (s) return s;
-    ra__delta_rows(&c.w, d_o, ra__kernel_f32(c.d.isa), delta);
+    const uint32_t mode = ra__fp_enter();
+    for (int32_t b = 0; b < c.d.sequences; b++)
+        for (int64_t r = 0; r < ra__q_len(&c.d, b); r++)
+            for (int32_t h = 0; h < c.d.q_heads; h++) {
+                ra__source o = ra__source_at(c.w.o, b, r, h, c.d.o_dtype, c.d.v_dim);
+                ra__source g = ra__source_at(d_o, b, r, h, c.d.o_dtype, c.d.v_dim);
+                ra__kernel_f32(c.d.isa)->deltas(delta + (b * c.d.tokens + r) * c.d.q_heads + h, &o,
+                                                &g, 1);
+            }
+    ra__fp_leave(mode);
     return RA_OK;
 }
 
