@@ -18542,18 +18542,29 @@ static int ra__fold_goes_on(const ra_ring *r, int64_t from, int64_t next) {
 /* Received chunks keep their buffers until tasks that fold them are stored. So that others can come
  * meanwhile, all tasks also store each time as many have been received as make half of the buffers,
  * unless that is so few keys that storing would cost too much, and before own chunks (not in
- * rounds, where one comes at a time). Shared chunks need no buffers, and during a sendrecv nothing
- * is computed anyway. */
+ * rounds, where one comes at a time). Nothing waits for the buffers of the last messages: as many
+ * as there are buffers are one group with the own chunks after them. Shared chunks need no buffers,
+ * and during a sendrecv nothing is computed anyway.
+ * PERF: Zen 5, 2 ranks, causal, 4096 tokens, 8 heads of D 64, a link on which messages take as long
+ * as computing: the steps of rank 1 take 49.2 -> 47.1 ms. */
 enum { RA__GROUP_LEAST = 1024 };
-static int ra__fold_joins(const ra_ring *r, const ra__fold_hand *h) {
+
+/* The group of receive number recv. */
+static int32_t ra__fold_group(const ra_ring *r, int32_t recv) {
     const ra_desc *d = &r->plan->d;
+    const int32_t few = RA__GROUP_LEAST / d->chunk_tokens;
+    if (recv + r->queue[RA__RECEIVES].slots >= r->lists->recvs) return INT32_MAX;
+    return recv / (int32_t)ra__max(1, ra__max(d->buffers / 2, few));
+}
+
+static int ra__fold_joins(const ra_ring *r, const ra__fold_hand *h) {
     const int32_t recv = r->lists->fold[h->next].recv;
-    const int32_t most = (int32_t)ra__max(1, ra__max(d->buffers / 2,
-                                                     RA__GROUP_LEAST / d->chunk_tokens));
     if (h->x.block > 0) return 1;
     if (h->x.folded * RA_BLOCK_TOKENS >= RA__GROUP_KEYS) return 0;
     if (h->received < 0 || r->shared || !r->tp.post) return 1;
-    return recv < 0 ? r->plan->round != NULL : recv / most == h->received / most;
+    const int32_t group = ra__fold_group(r, h->received);
+    if (recv < 0) return r->plan->round || group == INT32_MAX;
+    return ra__fold_group(r, recv) == group;
 }
 
 /* Continues a task: the claimed chunk, then later ones that it sees and that have come, until

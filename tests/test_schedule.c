@@ -564,6 +564,7 @@ typedef struct flat_seat {
     flat_net *net;
     int rank;
     int64_t waited, tiles, leaves;
+    int64_t opened, row, head;         /* how often it turned to a task; which that was */
     ra_plan *plan;
     ra_ring *ring;
     ra_job job;
@@ -577,6 +578,15 @@ static flat_seat flat_seats[FLAT_RANKS];
 static void flat_progress(void *ctx, int64_t done, int64_t all) {
     (void)all;
     ((flat_seat *)ctx)->tiles = done;
+}
+
+static void flat_trace(void *ctx, const ra_event *e)
+{
+    flat_seat *s = (flat_seat *)ctx;
+    if (e->kind != RA_EV_TILE) return;
+    s->opened += e->q_row != s->row || e->head != s->head;
+    s->row = e->q_row;
+    s->head = e->head;
 }
 
 /* Adds a half; the later of a pair moves the bytes. Returns the other half, or null. */
@@ -678,7 +688,10 @@ static void flat_begin(flat_seat *s, int level) {
     }
     rd.progress = flat_progress;
     rd.progress_ctx = s;
-    s->waited = s->tiles = 0;
+    rd.trace = flat_trace;
+    rd.trace_ctx = s;
+    s->waited = s->tiles = s->opened = 0;
+    s->row = -1;
     CHECK_EQ(ra_ring_create(&s->ring, s->plan, &net, &rd), RA_OK);
     CHECK_EQ(ra_begin(s->ring, &s->job), RA_OK);
     s->ring->step_work = RA__TILE_WORK;
@@ -911,6 +924,25 @@ TEST(transfers_hide_as_predicted) {
     }
 }
 
+/* Nothing waits for the buffers of the last messages, here of all: a task that has loaded its sums
+ * folds every chunk that has come before it stores them. */
+TEST(last_messages_end_no_group)
+{
+    ra_desc d = flat_desc(2, 2048, 1, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 0);
+    d.chunk_tokens = 256;
+    flat_world(d);
+    CHECK(flat_seats[0].plan->d.buffers >= flat_seats[0].plan->forward.recvs);
+    (void)flat_pass(2, 1);
+    for (int r = 0; r < 2; r++) {
+        const int64_t tasks = flat_seats[r].plan->task_begin[1];
+        snprintf(h_run.context, sizeof h_run.context, "rank %d: %d tasks, opened %d times", r,
+                 (int)tasks, (int)flat_seats[r].opened);
+        CHECK(flat_seats[r].opened <= 2 * tasks);
+        if (h_run.verbose) printf("%s\n", h_run.context);
+    }
+    flat_close(2);
+}
+
 /* -------------------------------------------------------------------------- large figures */
 /* 64 million tokens on 16 ranks: more than 2^63 operations. */
 TEST(figures_of_long_sequences) {
@@ -1030,7 +1062,7 @@ static const h_test tests[] = {
     ENTRY(steps_are_chunks_and_two_rounds), ENTRY(lists_play_through),
     ENTRY(sparse_masks_play_through), ENTRY(sendrecv_does_not_take_turns),
     ENTRY(sendrecv_waits_for_no_group),
-    ENTRY(transfers_hide_as_predicted),
+    ENTRY(transfers_hide_as_predicted), ENTRY(last_messages_end_no_group),
     ENTRY(figures_of_long_sequences), ENTRY(figures_saturate),
     ENTRY(prefetched_lines_are_those_of_a_stretch)
 };
