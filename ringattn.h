@@ -11059,8 +11059,8 @@ static void ra__engine_carve(ra__arena *a, const ra_desc *d, ra__engine_scratch 
 
 /* Adds to the state (m, l, acc [dim]) of a row the state (m2, l2, acc2) that it has for other keys:
  * both are scaled to the larger maximum. l 0: no key was seen. */
-static void ra__state_merge(float *m, float *l, float *acc, float m2, float l2, const float *acc2,
-                          int32_t dim) {
+static void ra__state_merge(float *m, float *l, float *acc, float m2, float l2,
+                            const float *acc2, int32_t dim) {
     const double ln2 = 0.69314718055994530942;
     const float top = m2 > *m ? m2 : *m;
     if (l2 == 0.0f) return;
@@ -13083,8 +13083,8 @@ RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into,
     if (!s) s = ra__state_use(into, &c, d->error);
     if (s) return s;
     for (int64_t i = 0; i < c.d.sequences * c.w.ml_batch; i++)
-        ra__state_merge(into->m + i, into->l + i, into->acc + i * c.d.v_dim, from->m[i], from->l[i],
-                      from->acc + i * c.d.v_dim, c.d.v_dim);
+        ra__state_merge(into->m + i, into->l + i, into->acc + i * c.d.v_dim, from->m[i],
+                        from->l[i], from->acc + i * c.d.v_dim, c.d.v_dim);
     return RA_OK;
 }
 
