@@ -580,8 +580,7 @@ static void flat_progress(void *ctx, int64_t done, int64_t all) {
     ((flat_seat *)ctx)->tiles = done;
 }
 
-static void flat_trace(void *ctx, const ra_event *e)
-{
+static void flat_trace(void *ctx, const ra_event *e) {
     flat_seat *s = (flat_seat *)ctx;
     if (e->kind != RA_EV_TILE) return;
     s->opened += e->q_row != s->row || e->head != s->head;
@@ -926,8 +925,7 @@ TEST(transfers_hide_as_predicted) {
 
 /* Nothing waits for the buffers of the last messages, here of all: a task that has loaded its sums
  * folds every chunk that has come before it stores them. */
-TEST(last_messages_end_no_group)
-{
+TEST(last_messages_end_no_group) {
     ra_desc d = flat_desc(2, 2048, 1, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 0);
     d.chunk_tokens = 256;
     flat_world(d);
