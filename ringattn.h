@@ -1628,7 +1628,7 @@ typedef struct ra__prefetch_list {
     int32_t step;                      /* rows to prefetch at once */
     uintptr_t line;                    /* ra__prefetch_lines: to prefetch next */
     int32_t left, move;                /* lines of its row; bytes from line to line */
-    int32_t level1;                    /* 1: into the level 1 cache */
+    int32_t level1, lines_level1;      /* 1: rows; lines: go into the level 1 cache */
     const struct ra__panel *bias;      /* after this call the biases of this panel are needed, */
     int32_t bias_pos;                  /* from key position bias_pos on */
     int32_t next_pos;                  /* position of the next block of keys; -1: unknown */
@@ -1658,7 +1658,8 @@ typedef struct ra__bytes {
 typedef struct ra__key_scratch {
     uint8_t *k, *v;
     float *s;
-    int32_t shared;                    /* 1: several panels will read what is copied */
+    int32_t shared;                    /* panels of the task, if there is memory for more than
+                                        * one: they read what is copied; otherwise 0 */
 } ra__key_scratch;
 
 /* At most 64 keys of one head. The rows are as stored until prepare gives them the kernel's own
@@ -2813,7 +2814,7 @@ RA__INLINE void ra__prefetch_near(ra__near_ahead *x, int32_t n) {
  * 19.3 -> 13.5 ms. Tiles of 64 rows keep rows at once: lines would make them 1 to 2 % slower. */
 RA__INLINE void ra__prefetch_lines(ra__prefetch_list *x, const int32_t n) {
     RA__UNROLL for (int32_t i = 0; i < n; i++) {
-        if (x->level1) __builtin_prefetch((const void *)x->line);
+        if (x->lines_level1) __builtin_prefetch((const void *)x->line);
         else ra__prefetch_far(x->line);
         x->line += (uintptr_t)x->move;
         if (--x->left == 0) ra__prefetch_next(x);
@@ -6079,7 +6080,7 @@ RA__BF_STATIC void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__
     keys->v_clean = ra__bf_pack_v(store->v, keys->v, keys->v_stride, keys->n, d->v_dim);
     keys->v = store->v;
     keys->v_stride = 4 * ra__round_up(d->v_dim, 16);
-    if (store->shared) ra__bf_copy(store->k, &keys->k, &keys->k_stride, keys->n, d->k_dim, 1);
+    if (store->shared > 1) ra__bf_copy(store->k, &keys->k, &keys->k_stride, keys->n, d->k_dim, 1);
 }
 
 /* ---- decoding
@@ -8355,8 +8356,8 @@ RA__INLINE int ra__decodes_near(void) {
     return !(ra__isa_detect() & (uint32_t)RA__FAMILY_19);
 }
 
-/* 1 if tiles of several panels prefetch rows into the level 1 cache: see ra__prefetch_some. AMX
- * does not, because its operands bypass level 1. */
+/* 1 if tiles prefetch into the level 1 cache: those of several panels rows, see ra__prefetch_some,
+ * those of at most 32 rows lines. AMX does not, because its operands bypass level 1. */
 RA__INLINE int ra__prefetches_level1(const ra_desc *d) {
     return ra__decodes_near() && d->isa != RA_ISA_AMX;
 }
@@ -10939,7 +10940,8 @@ static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item 
     ra__prefetch_list *a = &x->ahead;
     memset(a, 0, sizeof *a);
     a->next_pos = -1;
-    a->level1 = !(w->d->scores & RA_SCORE_BIAS) && ra__prefetches_level1(w->d);
+    a->lines_level1 = !(w->d->scores & RA_SCORE_BIAS) && ra__prefetches_level1(w->d);
+    a->level1 = a->lines_level1 && t->count > 1;
     for (; i < blocks && n < x->size.batch; i++) {
         int8_t kind[RA__PANELS];
         int32_t which;
@@ -10984,7 +10986,7 @@ static void ra__task_block(const ra__work *w, const ra__task *t, const ra__item 
     }
     store.k += at * x->size.k;
     store.v += at * x->size.v;
-    store.shared = store.shared && t->count > 1;
+    if (store.shared) store.shared = t->count;
     if (item->paged.table)
         ra__keys_gather(w->d, item, &s, t->kv_head, x->gathered + at * ra__gathered_bytes(w->d),
                         &x->keys[at]);
