@@ -2895,7 +2895,7 @@ RA__ISA_INLINE void RA__NAME(read_square)(RA__FLOATS *v, const uint8_t *src, int
     for (int32_t i = 0; i < RA__WIDTH; i++) v[i] = RA__NAME(load)(x[i]);
 }
 
-/* The other way: writes what exists of the square. */
+/* Writes the elements of such a square that exist: `rows` rows of n elements of dtype. */
 RA__ISA_INLINE void RA__NAME(write_square)(uint8_t *dst, int64_t stride, int32_t dtype,
                                            const RA__FLOATS *v, int32_t rows, int32_t n) {
     float x[RA__WIDTH][RA__WIDTH];
@@ -3045,7 +3045,7 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(vector_bias)(const ra__panel *panel, int32_t 
     return RA__NAME(load)(bias);
 }
 
-/* Stores the scores c of ni keys and vector t to s and finds their maximum. */
+/* Stores the scores c of ni keys and vector t to s. strip->max becomes at least as large. */
 RA__ISA_INLINE void RA__NAME(tile_scores)(RA__NAME(strip) *strip, float *s,
                                           RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t t) {
     RA__FLOATS top = RA__NAME(load)(strip->max + t * RA__WIDTH);
@@ -3161,7 +3161,7 @@ RA__ISA_INLINE void RA__NAME(tile_modify)(const RA__NAME(strip) *strip, int32_t 
         }
 }
 
-/* Masks scores c of ni keys from key j on. */
+/* Scores c of ni keys from key j on become -inf where a row does not see the key. */
 RA__ISA_INLINE void RA__NAME(tile_mask)(RA__NAME(strip) *strip, int32_t j,
                                         RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t nt) {
     const ra__rows *geo = strip->panel->geo;
@@ -3275,7 +3275,7 @@ RA__ISA_INLINE RA__MASK RA__NAME(over_limit)(const RA__NAME(strip) *strip, int32
     return RA__NAME(less)(RA__NAME(set)(ra__l_limit), l);
 }
 
-/* Nonzero if there are any. */
+/* Nonzero if l of some row of the strip passes the limit. */
 RA__ISA_NOINLINE int32_t RA__NAME(any_over_limit)(const RA__NAME(strip) *strip) {
     RA__FLOATS zero = RA__NAME(set)(0.0f), inf = RA__NAME(set)(-ra__neg_inf());
     int32_t any = 0;
@@ -3309,7 +3309,7 @@ RA__ISA_NOINLINE void RA__NAME(raise_max)(RA__NAME(strip) *strip, int32_t v_dim,
     }
 }
 
-/* Finds scores, or p, of the block as strip->stored says. */
+/* Computes scores of the block or, if strip->stored is 0, p. */
 RA__ISA_STATIC void RA__NAME(find_scores)(RA__NAME(strip) *strip, const ra_desc *d) {
     for (int32_t t = 0; t < strip->nt; t++) {
         RA__NAME(store)(strip->max + t * RA__WIDTH, RA__NAME(set)(ra__neg_inf()));
@@ -3395,7 +3395,7 @@ RA__ISA_NOINLINE void RA__NAME(values)(const RA__NAME(strip) *strip, int32_t v_d
     else RA__NAME(value_tiles)(strip, v_dim, 8, 1);
 }
 
-/* The same for V with a NaN or infinity that not every row sees. */
+/* As values, for V with a NaN or infinity that not every row sees. */
 RA__ISA_NOINLINE void RA__NAME(values_dirty)(RA__NAME(strip) *strip, int32_t v_dim) {
     const ra__keys *keys = strip->keys;
     float *acc = RA__NAME(panel_row)(strip->panel->acc, strip->row, v_dim);
@@ -3519,7 +3519,7 @@ RA__ISA_STATIC void RA__NAME(sizes)(ra__bytes *out, const ra_desc *d, int32_t sh
     out->v = ra__is_copied(d->v_dtype, 0, shared) && !d->v_in_k ? column * d->v_dim : 0;
 }
 
-/* Converts n rows of K or V to f32 in `copy`, and lets *rows and *stride point there. */
+/* Converts n rows of K or V to f32 in `copy`. *rows and *stride become those of the copy. */
 RA__ISA_STATIC void RA__NAME(copy_rows)(const uint8_t **rows, int64_t *stride, uint8_t *copy,
                                         int32_t dtype, int32_t dim, int32_t n) {
     RA__NAME(widen)((float *)(void *)copy, *rows, *stride, dtype, n, dim);
@@ -3758,7 +3758,7 @@ RA__ISA_INLINE void RA__NAME(decode_row_scores)(const ra__decode_rows *rows, int
     }
 }
 
-/* one_row: of n heads. */
+/* Scores of one head or, if it has one row, of n heads. */
 RA__ISA_INLINE void RA__NAME(decode_scores_of)(const ra__decode_rows *rows, int32_t n,
                                                const ra__decode_keys *keys, float *s,
                                                int32_t dtype) {
@@ -3979,7 +3979,7 @@ RA__ISA_INLINE void RA__NAME(decode_value_step)(RA__FLOATS *c, const RA__FLOATS 
     }
 }
 
-/* 1 if values prefetch for the scores too. */
+/* 1 if only the loop over values prefetches, for the scores too. */
 RA__ISA_INLINE int32_t RA__NAME(decode_defers)(const ra__decode_rows *rows) {
     return RA__DECODE_DIRECT != RA_F32 && rows->d->k_dtype == RA_F16 && !rows->one_row;
 }
@@ -4183,7 +4183,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_add)(ra__decode_rows *rows, const ra__deco
         if (y.seen >> r & ra__seen_by_row_0) rows->has_keys |= 1 << r;
 }
 
-/* The maximum of a single row that has none yet: as decode_raise. */
+/* Sets the maximum of a single row that has none yet, as decode_raise would. */
 RA__ISA_INLINE void RA__NAME(decode_start)(ra__decode_rows *rows, const float *s, int32_t unit) {
     float top = ra__neg_inf();
     for (int32_t i = 0; i < unit; i++) top = s[i] > top ? s[i] : top;
@@ -4266,7 +4266,8 @@ RA__ISA_STATIC void RA__NAME(decode_store)(const ra__decode_rows *rows, int32_t 
     }
 }
 
-/* A head that goes by itself. */
+/* Adds keys with scores s to a single head whose maximum rises among them. whole: they are all keys
+ * of a block. */
 RA__ISA_NOINLINE void RA__NAME(decode_fold_alone)(ra__decode_rows *rows,
                                                   const ra__decode_keys *keys, float *s,
                                                   int32_t whole) {
@@ -4279,8 +4280,8 @@ RA__ISA_NOINLINE void RA__NAME(decode_fold_alone)(ra__decode_rows *rows,
     if (o) RA__NAME(decode_store)(rows, 0, o, *l == 0.0f ? 0.0f : 1.0f / *l);
 }
 
-/* Scores of all heads, then weights, then values. Heads whose maximum would rise after the first
- * unit, which are few, go by themselves. */
+/* Scores of all heads, then weights, then values. The few heads whose maximum would rise after
+ * the first unit are folded one by one. */
 RA__ISA_STATIC void RA__NAME(decode_fold_heads)(ra__decode_rows *rows, const ra__decode_keys *keys,
                                                 int32_t n) {
     float s[RA__DECODE_HEADS * RA__DECODE_LINE];
@@ -4626,7 +4627,7 @@ RA__ISA_NOINLINE void RA__NAME(back_queries)(const ra__back_job *job) {
     }
 }
 
-/* The same for K with a NaN or infinity that not every row sees. */
+/* As back_queries, for K with a NaN or infinity that not every row sees. */
 RA__ISA_NOINLINE void RA__NAME(back_queries_dirty)(const ra__back_job *job) {
     const ra__keys *keys = job->keys;
     for (int32_t row = 0; row < job->panel->fwd.rows; row += RA__SLAB)
@@ -4699,7 +4700,7 @@ RA__ISA_NOINLINE void RA__NAME(back_keys)(const RA__NAME(key_grads) *grads) {
     }
 }
 
-/* The same for Q or dO with a NaN or infinity in rows that do not see every key. */
+/* As back_keys, for Q or dO with a NaN or infinity in rows that do not see every key. */
 RA__ISA_NOINLINE void RA__NAME(back_keys_dirty)(const RA__NAME(key_grads) *grads) {
     const ra__panel *fwd = &grads->job->panel->fwd;
     for (int32_t d = 0; d < grads->dim; d += RA__SLAB)
@@ -5299,7 +5300,6 @@ RA__ISA_INLINE __m512 ra__exp2_avx512(__m512 x) {
         p = _mm512_fmadd_ps(p, f, ra__set_avx512(ra__exp2_floor[i]));
     return _mm512_scalef_ps(p, x);
 }
-/* Pairs of elements, then fours, then quarters of vectors twice. */
 /* PERF: gcc 12 widens eight floats in two halves. Zen 5, 128 floats: 18 -> 10 ns. */
 RA__ISA_INLINE void ra__merge_row_avx512(float *o, const float *o2, const double w[2],
                                          int32_t dim) {
@@ -5312,6 +5312,7 @@ RA__ISA_INLINE void ra__merge_row_avx512(float *o, const float *o2, const double
     }
     ra__merge_row(o + i, o2 + i, w, dim - i);
 }
+/* Pairs of elements, then fours, then quarters of vectors twice. */
 RA__ISA_INLINE void ra__transpose_avx512(__m512 *v) {
     __m512 a[16];
     RA__UNROLL for (int32_t i = 0; i < 16; i += 2) {
@@ -5496,7 +5497,7 @@ RA__BF_INLINE __mmask16 ra__bf_lanes_seeing(const ra__bf_strip *strip, int32_t j
     return (__mmask16)(strip->seen[j] >> (strip->row + 16 * t));
 }
 
-/* Addresses of ni rows of K from key j on. Rows beyond the last key repeat the last one. */
+/* k[i] = address of row j + i of K, i < ni. Rows beyond the last key repeat the last one. */
 RA__BF_INLINE void ra__bf_key_rows(const ra__bf_strip *strip, int32_t j, const uint8_t **k,
                                    const int32_t ni) {
     RA__UNROLL for (int32_t i = 0; i < ni; i++) {
@@ -5602,7 +5603,7 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_modify_tile(const ra__bf_strip *strip, in
         }
 }
 
-/* The same in registers: of 4 keys and 64 rows, without a softcap. */
+/* As ra__bf_modify_tile in registers: 4 keys and 64 rows, without a softcap. */
 RA__BF_INLINE void ra__bf_modify_sums(const ra__bf_strip *strip, int32_t j, __m512 (*c)[4]) {
     const ra__panel *panel = strip->panel;
     const ra__score *score = &panel->score;
@@ -5762,7 +5763,7 @@ RA__BF_STATIC void ra__bf_raise_max(ra__bf_strip *strip, int32_t t, __mmask16 ov
     _mm512_storeu_ps(strip->panel->l + row, l);
 }
 
-/* The lanes of vector t that are rows of the panel. */
+/* The lanes of vector t that hold a row of the panel. */
 RA__BF_INLINE __mmask16 ra__bf_live_lanes(const ra__bf_strip *strip, int32_t t) {
     return (__mmask16)ra__bf_first_lanes(strip->panel->rows - strip->row - 16 * t, 16);
 }
@@ -7019,7 +7020,7 @@ RA__Q8_INLINE void ra__q8_prefetch(const uintptr_t *at, const int32_t from, cons
         RA__UNROLL for (int32_t e = 0; e < 2; e++) ra__prefetch(at[e] + 64 * (uintptr_t)i, 1);
 }
 
-/* Where the streams are. They advance by n lines. */
+/* Sets at to the addresses of both streams, and advances the streams by n lines. a may be null. */
 RA__Q8_INLINE void ra__q8_advance(uintptr_t *at, ra__stream *a, int32_t n) {
     for (int32_t e = 0; a && e < 2; e++) {
         at[e] = a[e].at;
@@ -7457,15 +7458,16 @@ static const ra__kernel ra__kernel_q8 = {
 #undef RA__Q8_INLINE
 
 /* ========================================================================== AMX
- * The same with tile registers of 16 rows of 64 bytes: C[16][16] f32 += A B, where A is 16 rows of
- * 32 bf16 and B is 16 rows of 16 pairs. q, p, acc and s are laid out as in AVX512 BF16, so that
+ * The kernel of AVX512 BF16 with tile registers of 16 rows of 64 bytes: C[16][16] f32 += A B, where
+ * A is 16 rows of 32 bf16 and B is 16 rows of 16 pairs. q, p, acc and s are laid out as in AVX512
+ * BF16, so that
  *   S^T: A = K as stored, 16 keys x 32 dims;   B = q, 16 pairs of dims x 16 query rows
  *   O^T: A = V^T, 16 dims x 32 keys, packed;   B = p, 16 pairs of keys x 16 query rows
  * and C is a part of s or acc with rows 256 bytes apart. Dk, Dv and keys are rounded up to 32.
  *
  * An item is 64 keys against 32 query rows. One stage mixes three items: the products K Q of item
  * i, the pieces of item i - 1 and the products V P of item i - 2. A few pieces follow each tile
- * product. Known facts about Granite Rapids:
+ * product. On Granite Rapids:
  *   - A store of C directly after its last product stalls, so it comes among the first products of
  *     the next group.
  *   - K and V^T are loaded by TILELOADDT1; otherwise they push s, p and acc out of the L1 cache.
@@ -7491,12 +7493,12 @@ typedef struct ra__amx_state {
     float *sums;                       /* where tiles 0 to 3 are to be stored; null: nowhere */
     int64_t sums_stride;               /* bytes from row to row there */
     const ra__bf_strip *p_item;        /* forward: the item whose p is made */
-    const ra__bf_back *back;           /* backward: the block whose P and dS are made, */
-    int32_t row;                       /* for rows [row, row + 32) */
+    const ra__bf_back *back;           /* backward: the block whose P and dS are made */
+    int32_t row;                       /* backward: they are made for rows [row, row + 32) */
     int32_t piece, pieces;             /* the next piece, and how many there are */
     int32_t per_product;               /* forward: pieces after each product; backward: products
-                                        * per piece, */
-    int32_t wait;                      /* of which so many have passed */
+                                        * before each piece */
+    int32_t wait;                      /* backward: products since the last piece */
 #if defined(RA__AMX_SOFT)
     uint8_t tile[8][1024];
 #endif
@@ -7789,7 +7791,7 @@ RA__AMX_STATIC void ra__amx_prepare_p(ra__bf_strip *strip) {
     for (int32_t t = 0; t < 2 && fresh; t++) ra__bf_raise_max(strip, t, 0);
 }
 
-/* After the pieces of an item: does it again for rows whose l exceeds the limit. */
+/* After the pieces of an item: computes p again for rows whose l exceeds the limit. */
 RA__AMX_STATIC void ra__amx_redo_past_limit(ra__amx_state *amx, ra__bf_strip *strip) {
     __mmask16 over[4] = {0, 0, 0, 0};
     if (!ra__bf_past_limit(strip, over)) return;
@@ -8202,10 +8204,13 @@ RA__ISA_INLINE void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
  * Finds out which kernels this processor can run, once, and keeps the answer in an atomic word, the
  * only mutable global. A feature counts only if the operating system saves its registers (XCR0).
  * Sets the floating-point mode of the kernels. */
-/* More bits of ra__isa_found: see ra__isa_bf16_fast; AVX512 VNNI and VBMI; the instruction for
- * CRC-32C. */
-enum { RA__BF16_FAST = 1 << 30, RA__INT8_FAST = 1 << 29, RA__HAS_CRC = 1 << 28,
-       RA__FAMILY_19 = 1 << 27 };
+/* More bits of ra__isa_found. */
+enum {
+    RA__BF16_FAST = 1 << 30,           /* see ra__isa_bf16_fast */
+    RA__INT8_FAST = 1 << 29,           /* AVX512 VNNI and VBMI */
+    RA__HAS_CRC = 1 << 28,             /* an instruction for CRC-32C */
+    RA__FAMILY_19 = 1 << 27            /* AMD family 0x19: Zen 3 and Zen 4 */
+};
 
 #if RA__X86
 /* Family * 256 + model of a processor by AMD; otherwise 0. */
