@@ -744,10 +744,11 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
 RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
                            int32_t dim);
 
-/* Converts n elements of one dtype to another, rounding to nearest. RA_Q8_0 is ggml's: blocks of 34
- * bytes, a scale in f16 and 32 int8, element = scale * int8. A row of dim elements is dim / 32
- * blocks, so n, k_dim, v_dim and v_column must be multiples of 32; alignment 2. Converting to it
- * sets scale = max |x| / 127. NaN becomes 0, and magnitudes are limited to 127 * 65504. */
+/* Converts n elements of one dtype to another, rounding to nearest; copies if both are the same.
+ * RA_Q8_0 is ggml's: blocks of 34 bytes, a scale in f16 and 32 int8, element = scale * int8. A row
+ * of dim elements is dim / 32 blocks, so n, k_dim, v_dim and v_column must be multiples of 32;
+ * alignment 2. Converting to it sets scale = max |x| / 127. NaN becomes 0, and magnitudes are
+ * limited to 127 * 65504. */
 RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
                                   int64_t n);
 
@@ -2138,7 +2139,15 @@ RA__INLINE uint16_t ra__f16_of_f32(float x) {
     return (uint16_t)(sign | r);
 }
 
-/* 32 elements of dtype; q: a block. */
+/* Addresses and strides of a dtype are multiples of this many bytes. */
+RA__INLINE int32_t ra__element(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
+
+/* Bytes of dim adjacent elements. */
+RA__INLINE int64_t ra__row_bytes(int32_t dtype, int64_t dim) {
+    return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * ra__element(dtype);
+}
+
+/* 32 elements of dtype; RA_Q8_0: one block. */
 static void ra__block_load(float x[32], const uint8_t *p, int32_t dtype) {
     uint16_t h;
     if (dtype == RA_F32) memcpy(x, p, 128);
@@ -2175,7 +2184,6 @@ static void ra__block_store(uint8_t *p, const float x[32], int32_t dtype) {
 
 RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
                                   int64_t n) {
-    static const uint8_t size[] = {0, 4, 2, 2}; /* bytes of an element */
     uint8_t *to = (uint8_t *)dst;
     const uint8_t *from = (const uint8_t *)src;
     if (dst_dtype < RA_F32 || dst_dtype > RA_Q8_0 || src_dtype < RA_F32 || src_dtype > RA_Q8_0)
@@ -2183,13 +2191,13 @@ RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src,
     if (n < 0) return RA_E_RANGE;
     if ((dst_dtype == RA_Q8_0 || src_dtype == RA_Q8_0) && n % 32) return RA_E_SHAPE;
     if (n > 0 && (!dst || !src)) return RA_E_NULL;
-    if (n > 0 && dst_dtype == RA_F32 && src_dtype == RA_F32) {
-        memmove(dst, src, (size_t)n * 4);
+    if (n > 0 && dst_dtype == src_dtype) {
+        memmove(dst, src, (size_t)ra__row_bytes(src_dtype, n));
         return RA_OK;
     }
     for (; n > 0; n -= 32) {
-        const size_t in = src_dtype == RA_Q8_0 ? 34 : (size_t)(n < 32 ? n : 32) * size[src_dtype];
-        const size_t out = dst_dtype == RA_Q8_0 ? 34 : (size_t)(n < 32 ? n : 32) * size[dst_dtype];
+        const size_t in = (size_t)ra__row_bytes(src_dtype, ra__min(n, 32));
+        const size_t out = (size_t)ra__row_bytes(dst_dtype, ra__min(n, 32));
         uint8_t block[2][128] = {{0}};
         float x[32];
         memcpy(block[0], from, in);
@@ -9238,14 +9246,6 @@ static void ra__chunk_side(const ra__side *side, int32_t b, ra__chunk *c) {
 /* ========================================================================== TENSORS
  * Views with all defaults filled in, and the checks of a call's tensors against its descriptor. In:
  * what the caller gave. Out: views in bytes, or a refusal. Reads no data except positions. */
-
-/* Addresses and strides of a dtype are multiples of this many bytes. */
-RA__INLINE int32_t ra__element(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
-
-/* Bytes of dim adjacent elements. */
-RA__INLINE int64_t ra__row_bytes(int32_t dtype, int64_t dim) {
-    return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * ra__element(dtype);
-}
 
 /* Strided rows with all defaults filled in: bytes. */
 typedef struct ra__view { const uint8_t *data; int64_t batch, token, head; } ra__view;

@@ -1022,6 +1022,9 @@ TEST(convert) {
     }
     CHECK_EQ(ra_convert(y, RA_F32, x, RA_F32, N), RA_OK);
     CHECK_BITS(y, x, sizeof x);
+    memset(packed, 1, 34);             /* a block that does not reach 127 stays as it is */
+    CHECK_EQ(ra_convert(half, RA_Q8_0, packed, RA_Q8_0, 32), RA_OK);
+    CHECK_BITS(half, packed, 34);
     for (int i = 0; i < 32; i++) x[i] = i ? (float)i : NAN;  /* numbers that q8_0 has not */
     x[1] = HUGE_VALF;
     x[2] = -1e30f;
