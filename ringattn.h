@@ -14739,20 +14739,20 @@ static int64_t ra__plan_grad_bytes(const ra_plan *p) {
     return most;
 }
 
-/* reads[r]: 1 if another rank r needs one of the rank's chunks of keys; read[r]: if the rank needs
- * one of r's. */
-typedef struct ra__readers { uint8_t reads[RA__MOST_RANKS], read[RA__MOST_RANKS]; } ra__readers;
+/* reader[r]: 1 if another rank r needs a chunk of this rank's keys; source[r]: 1 if this rank needs
+ * a chunk of r's. */
+typedef struct ra__readers { uint8_t reader[RA__MOST_RANKS], source[RA__MOST_RANKS]; } ra__readers;
 
 static void ra__readers_of(const ra_plan *p, int32_t rank, ra__readers *out) {
     memset(out, 0, sizeof *out);
     for (int64_t c = 0; c < p->keys.chunks; c++) {
         int32_t owner = p->keys.chunk[c].owner;
         if (owner != rank) {
-            out->read[owner] |= (uint8_t)ra__need(&p->keys, c, rank);
+            out->source[owner] |= (uint8_t)ra__need(&p->keys, c, rank);
             continue;
         }
         for (int32_t r = 0; r < p->d.ranks; r++)
-            out->reads[r] |= (uint8_t)(r != rank && ra__need(&p->keys, c, r));
+            out->reader[r] |= (uint8_t)(r != rank && ra__need(&p->keys, c, r));
     }
 }
 
@@ -15075,8 +15075,8 @@ static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task_be
     ra__plan_pass_sizes(&forward, rank, &s.forward);
     ra__readers_of(p, rank, &all);
     for (int32_t r = 0; r < p->d.ranks; r++) {
-        s.notices_in += all.reads[r];
-        s.notices_out += all.read[r];
+        s.notices_in += all.reader[r];
+        s.notices_out += all.source[r];
     }
     if (!p->d.train) return s;
     ra__plan_pass_sizes(&back, rank, &s.back);
@@ -15588,14 +15588,14 @@ static void ra__plan_readers(ra_plan *p) {
     p->reader_count = 0;
     ra__readers_of(p, p->d.rank, &all);
     for (int32_t r = 0; r < p->d.ranks; r++) {
-        if (all.reads[r]) p->readers[p->reader_count++] = r;
-        n += all.read[r];
+        if (all.reader[r]) p->readers[p->reader_count++] = r;
+        n += all.source[r];
     }
     p->source_count = n;
     for (int64_t f = p->forward.folds; f-- > 0;) {     /* the last entry of each comes first */
         int32_t c = p->forward.fold[f].chunk, owner = c < 0 ? p->d.rank : p->keys.chunk[c].owner;
-        if (!all.read[owner]) continue;
-        all.read[owner] = 0;
+        if (!all.source[owner]) continue;
+        all.source[owner] = 0;
         p->source[--n].end = f + 1;
         p->source[n].rank = owner;
     }
