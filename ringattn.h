@@ -21680,11 +21680,8 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     if (!t) return ra__refuse(e, RA_E_NULL, "t", "is required", 0);
     if (deadline_ns < 0) return ra__refuse(e, RA_E_RANGE, "deadline_ns", "# is negative",
                                            deadline_ns);
-    if (ra__positions_set(&t->q_pos))
-        return ra__refuse(e, RA_E_SHAPE, "t.q_pos",
-                          "must be {0}: positions follow from the counts", 0);
-    if (ra__positions_set(&t->k_pos))
-        return ra__refuse(e, RA_E_SHAPE, "t.k_pos",
+    if (ra__positions_set(&t->q_pos) || ra__positions_set(&t->k_pos))
+        return ra__refuse(e, RA_E_SHAPE, ra__positions_set(&t->q_pos) ? "t.q_pos" : "t.k_pos",
                           "must be {0}: positions follow from the counts", 0);
     ra__cache_set_counts(c, cached, fresh);
     for (int32_t r = 0; r < c->ranks && c->way == RA_INFER_PASS_KV && !c->pooled; r++)

@@ -299,7 +299,7 @@ static inline void ring_table(const ring_figures *f, int ranks) {
             else printf("%7s\n", "-");
         }
     printf("flight: time in which some message was posted and not done; hidden: the part of it in "
-           "which\nthe rank computed. hops: ranks whose keys come by.\n");
+           "which\nthe rank computed. hops: ranks whose keys arrive.\n");
 }
 
 /* Prints the table and the comparison; the exit code of the program. */
