@@ -134,45 +134,52 @@ built() {
     esac
 }
 
-# A row of the table: first without a limit, for the time of computing; then with the rate at which
-# the messages take as long.
+# A row of the table: without a limit, for the time of computing, C; then with the rate at which the
+# messages should take as long, corrected once by the time that they take with it.
 row() {
     [ -z "$ONLY" ] || [ "$ONLY" = "${*#* }" ] || return
     built "$1" || exit 1
-    what="$2 ranks $3 $4 $5"
-    if ! ring "$@" --passes 5; then
-        echo "FAIL $what: $(cat "$dir"/err.* | head -n 2)"
-        failed=$((failed + 1))
-        return
-    fi
-    limit=$(awk '{ printf "%.0f", $NF * 8 / $(NF - 1) }' "$dir/line")
-    rate "$limit" || { skip "$what" "tc has no tbf"; return; }
-    ring "$@" --passes 9
-    status=$?
+    what="$2 ranks $3 $4 $5 $6" limit=0 C=0
+    for passes in 11 5 15; do
+        rate "$limit" || { skip "$what" "tc has no tbf"; return; }
+        if ! ring "$@" --passes $passes; then
+            echo "FAIL $what: $(cat "$dir"/err.* | head -n 2)"
+            failed=$((failed + 1))
+            rate 0
+            return
+        fi
+        [ $passes != 11 ] || C=$(awk '{ print $(NF - 1) }' "$dir/line")
+        limit=$(awk -v limit="$limit" -v C="$C" \
+            '{ printf "%.0f", limit ? limit * $(NF - 2) / C : $NF * 8 / C }' "$dir/line")
+    done
     rate 0
-    if [ $status != 0 ]; then
-        echo "FAIL $what: $(cat "$dir"/err.* | head -n 2)"
-        failed=$((failed + 1))
-        return
-    fi
-    sed 's/   [0-9.]* [0-9]*$//' "$dir/line"
+    sed 's/   [0-9.]* [0-9.]* [0-9]*$//' "$dir/line"
     passed=$((passed + 1))
+}
+
+# More ranks than processors: see --model in bench/overlap.c.
+modelled() {
+    row "$@" --model
+    [ "$mode" = short ] || row "$@" --model --full
+    [ "$mode" = short ] || row "$@" --model --rounds
 }
 
 cc="${CC:-gcc} -std=c99 -O2 -pthread -I$root"
 rm -f "$dir"/overlap*
-line="%-9s %6s %-6s %9s %9s %9s %10s %9s %6s %9s %9s\n"
-printf "$line" '' '' '' '' '' '(ms)' '' '' '' processor 'time of'
-printf "$line" transport ranks mask compute transfer pass hidden predicted ratio pass transfer
+line="%-9s %6s %-6s %-5s %9s %9s %9s %10s %9s %6s %9s %9s\n"
+printf "$line" '' '' '' '' '' '' '(ms)' '' '' '' processor 'time of'
+printf "$line" transport ranks mask by compute transfer pass hidden predicted ratio pass transfer
 for transport in tcp helper inline; do
     row "$dir/overlap" 2 --transport $transport
     [ "$mode" = short ] || row "$dir/overlap" 2 --transport $transport --full
 done
 row "$dir/overlap" 2 --transport tcp --rounds
 [ "$(nproc)" -lt 4 ] || row "$dir/overlap" 4 --transport tcp
+for transport in tcp helper; do modelled "$dir/overlap" 4 --transport $transport; done
 if [ -f /usr/include/rdma/fabric.h ]; then
     row "$dir/overlap_ofi" 2 --transport ofi
     [ "$mode" = short ] || row "$dir/overlap_ofi" 2 --transport ofi --full
+    modelled "$dir/overlap_ofi" 4 --transport ofi
 else
     skip ofi "no libfabric-dev"
 fi
@@ -184,6 +191,7 @@ for mpi in openmpi mpich; do
     fi
     row "$dir/overlap_$mpi" 2 --mpi $mpi
     row "$dir/overlap_$mpi" 2 --mpi $mpi --full
+    modelled "$dir/overlap_$mpi" 4 --mpi $mpi
 done
 
 [ -z "$ONLY" ] || finish

@@ -1,10 +1,13 @@
 /* How much of the time that messages take is hidden behind computing, over a network whose rate can
  * be set. One process per rank; bench/netns.sh starts them, one in each network namespace.
  *
- *   overlap --rank R [--transport tcp|helper|inline|ofi|mpi] [--full | --rounds] [--tokens N]
- *           [--passes N] [--seconds N] host:port host:port...
+ *   overlap --rank R [--transport tcp|helper|inline|ofi|mpi] [--full | --rounds] [--model]
+ *           [--tokens N] [--passes N] [--seconds N] host:port host:port...
  *
- * --full: no mask. --rounds: no mask, and chunks in rounds (RA_ORDER_ROUNDS).
+ * --tokens: 2048 per rank if it is not given.
+ * --full: no mask. --rounds: no mask, and chunks in rounds (RA_ORDER_ROUNDS). --model: an engine
+ * that sleeps for as long as a processor of MODEL_FLOPS would compute. So schedule and transport
+ * are measured with more ranks than processors; what the transport itself computes is then hidden.
  *
  * tcp: transports/ra_tcp.h. helper: a sendrecv over it, behind ra_level1.h. inline: the same
  * sendrecv as it is. ofi (built with OVERLAP_OFI): ra_ofi.h over tcp;ofi_rxm, one-sided. mpi
@@ -14,6 +17,7 @@
  * all are done: T of a pass; C of the same pass with all ranks in one process, where nothing is
  * copied, while the others sleep; X of the same pass with an engine that computes nothing, so that
  * only messages are left. Hidden is what C and X overlap, of the shorter: (C + X - T) / min(C, X).
+ * Before each pass the links rest, because a limited link sends its first bytes faster.
  *
  * A rank computes on its share of the processors, as a host does on its own. Left to choose, Linux
  * puts a rank that a segment wakes beside the sender, and both take turns there for up to 24 ms.
@@ -39,13 +43,15 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <time.h>
 #include <unistd.h>
 
 enum { RANKS = 16, PASSES = 99, HEADS = 8, KV_HEADS = 2, DIM = 64 };
+#define MODEL_FLOPS 100e9
 
 typedef struct options {
-    int rank, ranks, full, rounds, passes;
+    int rank, ranks, full, rounds, model, passes;
     int64_t tokens, seconds;
     const char *transport, *at[RANKS];
 } options;
@@ -196,6 +202,30 @@ static int compute_nothing(void *ctx, const ra_block *b) {
     return RA_OK;
 }
 
+/* Tiles of 64 rows and 64 keys of one head that any row sees. Keys ascend, and no row has a lower
+ * bound: masks are causal or none. */
+static int64_t tiles_seen(const ra_block *b) {
+    int64_t n = 0;
+    int32_t end = 0;
+    for (int64_t i = 0; i < b->q_rows; i++) if (b->hi[i] > end) end = b->hi[i];
+    for (int64_t i = 0; i < b->k_rows; i += RA_BLOCK_TOKENS) n += !b->partial || b->k_pos[i] < end;
+    return n;
+}
+
+/* ctx: nanoseconds that this rank has slept too little so far, or too much. */
+static int compute_asleep(void *ctx, const ra_block *b) {
+    const double tile = 4.0 * DIM * RA_BLOCK_TOKENS * RA_BLOCK_TOKENS;
+    double *owed = (double *)ctx;
+    const int64_t begin = ra_now_ns();
+    struct timespec t;
+    *owed += (double)(tiles_seen(b) * HEADS) * tile / MODEL_FLOPS * 1e9;
+    t.tv_sec = 0;
+    t.tv_nsec = *owed < 999999999 ? (long)*owed : 999999999;
+    if (t.tv_nsec > 0) (void)nanosleep(&t, NULL);
+    *owed -= (double)(ra_now_ns() - begin);
+    return compute_nothing(NULL, b);
+}
+
 static int by_value(const void *a, const void *b) {
     const double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
@@ -211,6 +241,8 @@ static double median(double *x, int n) {
 typedef struct seat {
     const options *o;
     int rank;
+    ra_engine model;
+    double owed;                       /* of compute_asleep */
     ra_plan *pass, *idle, *meet;
     ra_ring *ring;
     ra_tensors t;
@@ -251,7 +283,13 @@ static int seat_open(seat *s, const options *o, int rank, const ra_transport *tr
     rd.error = &why;
     s->o = o;
     s->rank = rank;
-    s->pass = make_plan(o, rank, o->tokens, o->full, NULL);
+    s->model.size = sizeof s->model;
+    s->model.abi = RA_ENGINE_ABI;
+    s->model.block_queries = RA_BLOCK_TOKENS;
+    s->model.ctx = &s->owed;
+    s->model.fold = compute_asleep;
+    (void)prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL);
+    s->pass = make_plan(o, rank, o->tokens, o->full, o->model ? &s->model : NULL);
     s->idle = make_plan(o, rank, o->tokens, o->full, &nothing);
     s->meet = make_plan(o, rank, o->ranks * RA_BLOCK_TOKENS, 1, NULL);
     if (!s->pass || !s->idle || !s->meet) return -1;
@@ -296,7 +334,9 @@ static double processor_s(void) {
  * time of this process meanwhile. plan null: of a meeting alone. */
 static int timed(seat *s, const ra_plan *plan, double *time, double *processor) {
     double begin, used;
+    nap(0.01);
     if (forward(s, s->meet)) return -1;
+    s->owed = 0;
     used = processor_s();
     begin = (double)ra_now_ns() * 1e-9;
     if (plan && forward(s, plan)) return -1;
@@ -356,14 +396,15 @@ static void report(const options *o, const ra_plan *plan, const times *t) {
     const double C = t->C[0], X = t->X[0] - t->meet[0], T = t->T[0] - t->meet[0];
     const double processor = t->T_processor[0] - t->meet_processor[0];
     const double idle = t->X_processor[0] - t->meet_processor[0], less = C < X ? C : X;
-    const int spare = sysconf(_SC_NPROCESSORS_ONLN) > o->ranks;
+    const int spare = o->model || sysconf(_SC_NPROCESSORS_ONLN) > o->ranks;
     const ra_rates rates = rates_of(plan, spare || processor < C ? C : processor, X);
     ra_prediction p;
     (void)ra_plan_predict(plan, 0, &rates, &p);
-    printf("%-9s %6d %-6s %9.1f %9.1f %9.1f %8.0f %% %9.1f %6.2f %9.1f %9.1f   %.6f %.0f\n",
-           o->transport, o->ranks, o->rounds ? "rounds" : o->full ? "full" : "causal", 1e3 * C,
-           1e3 * X, 1e3 * T, 100 * (C + X - T) / less, 1e3 * p.all_done_s, T / p.all_done_s,
-           1e3 * processor, 1e3 * idle, C, rates.link_bytes_per_s * X);
+    printf("%-9s %6d %-6s %-5s %9.1f %9.1f %9.1f %8.0f %% %9.1f %6.2f %9.1f %9.1f", o->transport,
+           o->ranks, o->rounds ? "rounds" : o->full ? "full" : "causal", o->model ? "model" : "",
+           1e3 * C, 1e3 * X, 1e3 * T, 100 * (C + X - T) / less, 1e3 * p.all_done_s,
+           T / p.all_done_s, 1e3 * processor, 1e3 * idle);
+    printf("   %.6f %.6f %.0f\n", X, C, rates.link_bytes_per_s * X);
 }
 
 static int run(const options *o, const ra_transport *transport) {
@@ -379,7 +420,7 @@ static int run(const options *o, const ra_transport *transport) {
               timed(&s, s.idle, &t.X[i], &t.X_processor[i]) ||
               timed(&s, NULL, &t.meet[i], &t.meet_processor[i]);
         if (!bad && o->rank == 0) bad = ra_world_run(o->ranks, alone_rank, &a, NULL) != RA_OK;
-        if (!bad && o->rank) nap(3 * t.T[i]);
+        if (!bad && o->rank) nap(3 * t.T[i]);       /* as long as rank 0 may take */
         t.C[i] = a.time;
     }
     all[0] = t.T; all[1] = t.C; all[2] = t.X; all[3] = t.meet;
@@ -413,7 +454,6 @@ int main(int argc, char **argv) {
     options o = { 0 };
     network w;
     int bad;
-    o.tokens = 4096;
     o.passes = 7;
     o.seconds = 60;
     o.transport = "tcp";
@@ -427,6 +467,7 @@ int main(int argc, char **argv) {
         int more = i + 1 < argc;
         if (!strcmp(argv[i], "--full")) o.full = 1;
         else if (!strcmp(argv[i], "--rounds")) o.full = o.rounds = 1;
+        else if (!strcmp(argv[i], "--model")) o.model = 1;
         else if (!strcmp(argv[i], "--rank") && more) o.rank = atoi(argv[++i]);
         else if (!strcmp(argv[i], "--transport") && more) o.transport = argv[++i];
         else if (!strcmp(argv[i], "--tokens") && more) o.tokens = atoll(argv[++i]);
@@ -435,6 +476,7 @@ int main(int argc, char **argv) {
         else if (argv[i][0] != '-' && o.ranks < RANKS) o.at[o.ranks++] = argv[i];
         else o.passes = 0;
     }
+    if (!o.tokens) o.tokens = 2048 * o.ranks;
     if (o.passes < 1 || o.passes > PASSES || o.ranks < 2 || o.rank < 0 || o.rank >= o.ranks) {
         fprintf(stderr, "see the top of bench/overlap.c\n");
         return 2;
