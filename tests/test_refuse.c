@@ -398,24 +398,6 @@ TEST(desc_contents) {
     refuse_desc(&d, RA_E_OVERFLOW, "tokens", number(TOP - 1));
 }
 
-/* What is out of a range is refused with the range. */
-TEST(ranges_are_named) {
-    static const struct { size_t at; int value; const char *text; } bad[] = {
-        { D(k_dim), 1025, "1025 is not in 1..1024" }, { D(k_dim), 0, "1..1024; it is 0" },
-        { D(threads), -3, "-3 is not in 0..4096" }, { D(rank), 1, "1 is not below ranks" },
-        { D(mask.kind), 9, "9 is not a constant of 1..3" }, { D(mask.kind), 0, "1..3; it is 0" },
-    };
-    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-        ra_desc d;
-        ra_error e;
-        base_desc(&d, ONE);
-        d.error = &e;
-        set_field(&d, bad[i].at, I32, bad[i].value);
-        CHECK(ra_desc_resolve(&d, &d) < 0);
-        if (!CHECK(strstr(e.text, bad[i].text) != NULL)) printf("    %s\n", e.text);
-    }
-}
-
 TEST(desc_runs) {
     static const struct { int entry; ra_run run; int status; const char *words; } bad[] = {
         { 1, { 74, 75, 1 }, RA_E_POSITIONS, "74" },
