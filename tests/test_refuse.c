@@ -1914,7 +1914,7 @@ TEST(every_refusal) {
 int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(desc_fields), ENTRY(dtypes_of_an_engine), ENTRY(desc_contents), ENTRY(desc_runs),
-        ENTRY(ranges_are_named), ENTRY(desc_floats), ENTRY(desc_rates), ENTRY(desc_resolved),
+        ENTRY(desc_floats), ENTRY(desc_rates), ENTRY(desc_resolved),
         ENTRY(blocks_of_q8_0),
         ENTRY(isa), ENTRY(engine), ENTRY(transport), ENTRY(ring_desc), ENTRY(plan_arguments),
         ENTRY(rates), ENTRY(world), ENTRY(tensors), ENTRY(tensor_alignment),
