@@ -80,6 +80,7 @@
  *   #include <stdio.h>
  *   static float q[4][1024][8][64], k[4][1024][2][64], v[4][1024][2][64], o[4][1024][8][64];
  *
+ *   // Rank 0 has tokens 0..511 and 3584..4095 (zigzag); ra_plan_q_runs lists those of a rank.
  *   static ra_status on_rank(ra_world *world, int rank, void *user) {
  *       ra_desc d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
  *       ra_tensors t = {0};
@@ -264,9 +265,10 @@
  *            2^-16 of the largest of 16 keys; elements of the cache are off by up to 2^-8.
  *   Bits     The bits of a result do not depend on threads, chunks, timing or transport. If shards
  *            are cut at multiples of 64 tokens (contiguous and zigzag) they do not depend on the
- *            number of ranks either. (With RA_ORDER_ROUNDS those of a forward pass depend on ranks
- *            and chunks, with a block engine on chunks.) All of this also holds in a program
- *            compiled with -Ofast.
+ *            number of ranks either: layout.kind selects the order of sums, so set it on one rank
+ *            too. (With RA_ORDER_ROUNDS those of a forward pass depend on ranks and chunks, with a
+ *            block engine on chunks. d_sinks and d_bias are parts that you add up.) All of this
+ *            also holds in a program compiled with -Ofast.
  *   Rows     A row that sees no key is 0, and its LSE is -inf, or the sink where sinks are given.
  *            NaN in Q stays in its row. NaN in K or V reaches the rows that see it and no others.
  *            Values up to 1e28 stay finite: weights are as large as 2^32 until they are divided.
@@ -383,7 +385,7 @@ enum { RA_TEXT_BYTES = 640 };          /* every sentence fits, with its final 0 
 
 typedef struct ra_error {              /* why a call was refused, or how it failed */
     ra_status status;
-    char field[40];                    /* what was refused: "mask.window" */
+    char field[40];                    /* what was refused: "mask.window". A failed pass: "pass" */
     char text[RA_TEXT_BYTES];          /* a sentence with the value and what is allowed */
 } ra_error;
 
@@ -416,8 +418,7 @@ enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4 };  /* flags */
  * ASCENDING: from the first to the last (zigzag: by mirrored pairs {k, n - 1 - k} of n blocks).
  * ROUNDS: see ra_desc.order. */
 enum { RA_ORDER_DESCENDING = 1, RA_ORDER_ASCENDING = 2, RA_ORDER_ROUNDS = 3 };
-/* What travels in a backward pass: K and V with their gradients, or Q, dO, LSE and delta with
- * dQ. */
+/* What travels in a backward pass: K, V and their gradients, or Q, dO, LSE, delta and dQ. */
 enum { RA_TRAVEL_AUTO, RA_TRAVEL_KV, RA_TRAVEL_Q };
 /* How a gradient returns to its owner: in one message from the last rank that used the chunk, or on
  * around the ring from neighbour to neighbour. */
@@ -469,8 +470,7 @@ typedef struct ra_positions {
                                         * If you request d_bias, no position may occur twice among
                                         * the keys of a sequence */
     int64_t count;                     /* of runs, or of the array's entries for one sequence */
-    int64_t batch_step;                /* array: entries from one sequence to the next; 0: all
-                                        * sequences share one array */
+    int64_t batch_step;                /* array: entries from sequence to sequence; 0: one array */
 } ra_positions;
 
 /* -------------------------------------------------------------------------- pages
@@ -517,7 +517,8 @@ typedef struct ra_mask {
  * Which rank holds which positions: of the queries [q_offset, q_offset + tokens) and, cut in the
  * same way, of the keys [0, kv_tokens). Any length, also empty shards; nothing is padded.
  *   CONTIGUOUS  rank r holds the r-th piece.
- *   ZIGZAG      rank r holds two: the r-th from the front, then the r-th from the back.
+ *   ZIGZAG      rank r holds two: the r-th from the front, then the r-th from the back. For the
+ *               positions of a rank's rows see ra_plan_q_runs.
  *   STRIPED     rank r holds positions r, r + ranks, ...
  *   RUNS        your table, complete on every rank, the same for all sequences (tokens_of and
  *               kv_tokens_of stay null). No position may be held twice; one that no rank holds is
@@ -570,15 +571,17 @@ typedef struct ra_desc {
                                         * travels */
     int32_t scores;                    /* RA_SCORE_* of what comes with each call; 0: none */
     int32_t sequences;                 /* B, up to 2^20; 0: 1 */
-    int64_t tokens;                    /* required; queries of a sequence, all ranks together */
-    int64_t kv_tokens;                 /* keys of a sequence; 0: tokens + q_offset. Set it wherever
-                                        * t.q_pos is given */
+    int64_t tokens;                    /* required; queries of a sequence, all ranks together. RUNS:
+                                        * the positions that they span, gaps included */
+    int64_t kv_tokens;                 /* keys of a sequence; 0: tokens + q_offset, which is refused
+                                        * if t.q_pos is given without t.k_pos */
     int64_t q_offset;                  /* position of the first query of every sequence (keys start
                                         * at 0): a token decoded after n cached ones has tokens 1,
                                         * q_offset n. For different n see ra_positions */
     const int64_t *tokens_of;          /* [B] if sequences differ, each <= tokens */
     const int64_t *kv_tokens_of;       /* [B] the same for keys, each <= kv_tokens (0: as above);
-                                        * null: kv_tokens, or tokens_of + q_offset if that is 0 */
+                                        * null: kv_tokens, or tokens_of + q_offset if that is 0.
+                                        * Queries stay at q_offset: see ra_positions to decode */
     ra_mask mask;
     float scale;                       /* factor of the scores, > 0; 0: 1/sqrt(Dk) */
     float softcap;                     /* > 0: a scaled score s becomes softcap * tanh(s / softcap);
@@ -617,10 +620,8 @@ typedef struct ra_desc {
                                         * The LSE is computed before dropout */
     int32_t backward_travel;           /* RA_TRAVEL_*. Q excludes bias and ARRAY. AUTO: the one with
                                         * fewer bytes per token, which is Q if there are about as
-                                        * many KV heads as query heads. Each has its own order of
-                                        * sums, even on one rank */
-    int32_t grad_return;               /* RA_RETURN_*. With more than 2 ranks DIRECT needs
-                                        * RA_CAP_ANY_PEER */
+                                        * many KV heads as query heads. Orders of sums differ */
+    int32_t grad_return;               /* RA_RETURN_*. DIRECT beyond 2 ranks: RA_CAP_ANY_PEER */
     /* This machine. Local. */
     int32_t threads;                   /* rings and caches: how many threads may compute at the same
                                         * time, up to 4096; 0: 1. Set it to the number of your
@@ -646,14 +647,15 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
  * Bias: the element at data + b * batch_step + h * head_step + row * row_step + p * key_step is
  * added to the score that query head h of sequence b has in row `row` of this rank with the key at
  * position p. It is indexed by the key's POSITION, because keys come from other ranks. A step of 0
- * means the same bias for all: with row_step 0 it is one per key. d.scores needs RA_SCORE_BIAS.
+ * means the same bias for all: with row_step 0 it is one per key, and with key_step 0 it does not
+ * change o unless there are sinks. d.scores needs RA_SCORE_BIAS.
  *
- * A bias of -2.36e38 or less (-FLT_MAX and -inf too) hides the key from the row. So a mask may be
- * given as a bias alone (ggml's kq_mask; mask.kind is then RA_MASK_NONE): blocks of keys that it
- * hides from all rows of a tile are left out. A larger value such as -1e9 hides a key only in a row
- * that also has keys without it. A row in which every key has -1e9 sees them all and has an output,
- * but its gradients are 0. (Backward computes weights again from the f32 LSE, off by a factor of up
- * to exp(|LSE| / 2^23), and treats a row whose |LSE| is 2^23 or more as one without keys.) */
+ * A bias of -2.36e38 or less (-FLT_MAX and -inf too) hides the key from the row. So any mask may
+ * be given as a bias, alone (ggml's kq_mask; mask.kind is then RA_MASK_NONE) or beside mask: blocks
+ * that it hides from all rows of a tile are left out. A larger value such as -1e9 hides a key only
+ * in a row that also has keys without it. A row in which every key has -1e9 sees them all and has
+ * an output, but its gradients are 0. (Backward computes weights again from the f32 LSE, off by a
+ * factor of up to exp(|LSE| / 2^23); a row whose |LSE| is 2^23 or more counts as without keys.) */
 typedef struct ra_bias {
     const void *data;
     int64_t batch_step, head_step, row_step, key_step; /* bytes, multiples of an element */
@@ -719,8 +721,7 @@ RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into, co
 /* Applies t->sinks, divides, writes t->o and, if given, t->lse. */
 RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, const ra_tensors *t);
 
-/* delta [B][tokens][Hq], packed: the sum over Dv of t->o times t->d_o, which every block of the
- * backward pass needs. */
+/* delta [B][tokens][Hq], packed, for all blocks of backward: the sum over Dv of t->o * t->d_o. */
 RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *delta);
 
 /* Sums of gradients: f32, packed, added to; null: not wanted. */
@@ -820,7 +821,8 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
 RINGATTN_API void      ra_plan_destroy(ra_plan *plan);               /* null is fine */
 
 /* The positions of a sequence's queries, or keys, that a rank holds, in the order of its rows.
- * Returns how many runs there are (ARRAY: 0) and writes at most max_runs. -1: bad argument. */
+ * Returns how many runs there are (ARRAY: 0) and writes at most max_runs, of any stride; 0 only
+ * counts. -1: bad argument. */
 RINGATTN_API int32_t ra_plan_q_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
                                     ra_run *runs, int32_t max_runs);
 RINGATTN_API int32_t ra_plan_k_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
@@ -856,8 +858,8 @@ typedef struct ra_plan_report {
     int64_t pairs;                     /* (query, key) pairs of one head that see each other, of all
                                         * sequences; ARRAY: all pairs */
     int64_t hops, hops_skipped;        /* forward, of all sequences: other ranks whose keys reach
-                                        * this rank, and those whose keys do not, because neither it
-                                        * nor a rank after it needs them */
+                                        * this rank, and those whose keys neither it nor a rank
+                                        * after it needs */
     int64_t resident_bytes;            /* your q, k, v, o and lse of this rank, packed */
     int64_t workspace_bytes;           /* exact, of a ring that copies; with d.train the most of
                                         * both passes and of a forward pass of the same plan without
@@ -915,8 +917,7 @@ typedef struct ra_event {              /* traced and remembered when it has ende
 } ra_event;
 
 typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
-    void   *workspace;                 /* yours until destroy, aligned to 64; null: memory comes
-                                        * from the allocator */
+    void   *workspace;                 /* yours until destroy, aligned to 64; null: allocated */
     size_t  workspace_bytes;           /* required with a workspace; without one 0 is what the first
                                         * plan needs, and more leaves room for later plans */
     ra_allocator allocator;
@@ -971,7 +972,8 @@ RINGATTN_API ra_status ra_forward(const ra_plan *plan, ra_ring *ring, const ra_t
  * may have been added. */
 RINGATTN_API ra_status ra_backward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
                                    int64_t deadline_ns);
-/* Makes a plan and a ring, runs one forward pass, destroys both. Allocates. */
+/* Makes a plan and a ring with the defaults of ra_ring_desc, runs one forward pass, destroys both.
+ * Allocates. */
 RINGATTN_API ra_status ra_ring_once(const ra_desc *d, const ra_transport *transport,
                                     const ra_tensors *t, int64_t deadline_ns);
 
@@ -1047,7 +1049,7 @@ RINGATTN_API void ra_ring_query(const ra_ring *ring, ra_ring_counters *out);
 typedef struct ra_failure {            /* the first failure of the ring */
     ra_status status;
     int32_t rank, peer;                /* this rank; the peer it waited for or that differs; -1 */
-    int32_t sending;                   /* 1 sending, 0 receiving, -1 neither */
+    int32_t sending;                   /* 1 sending, 0 receiving (level 0: or both), -1 neither */
     int32_t code;                      /* what the transport or engine returned */
     int64_t pass, chunk, since_progress_ns;
     int32_t hop;                       /* of that chunk's message, as in ra_event */
@@ -1146,8 +1148,7 @@ enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV };
 enum { RA_FORM_AUTO, RA_FORM_SAME };
 typedef struct ra_cache_desc {         /* {0} or a null pointer: all defaults. AGREED: the first
                                         * five */
-    int64_t new_tokens;                /* most new tokens of a call, all sequences together; 0:
-                                        * sequences * tokens */
+    int64_t new_tokens;                /* most new tokens of a call; 0: sequences * tokens */
     int32_t lanes;                     /* ranks..1024; 0: ranks. Worlds of different sizes get equal
                                         * bits if their lanes are equal, such as 8 or 64 */
     int32_t queries;                   /* RA_QUERIES_* */
@@ -1242,7 +1243,7 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  *
  * Messages. The n-th send matches the n-th receive per (peer, channel). Both sides compute the same
  * length, exact and at most max_msg; no message is split or empty. Keep message boundaries: a
- * message of another length is RA_E_TRUNC. (At level 0, which cannot report a length, return that.)
+ * message of another length is RA_E_TRUNC. (Level 0 cannot report a length: return RA_E_TRUNC.)
  * A send may wait for its receive. Tags start anew with each pass. Buffers are host memory. Nothing
  * marks where a pass begins or ends.
  *
@@ -1286,8 +1287,7 @@ typedef struct ra_transport_op {       /* the library's; stays at its address wh
     uint16_t flags;
     int32_t  peer;
     uint64_t tag;                      /* below 2^tag_bits; equal on both sides */
-    void    *buf;                      /* send: read-only for everyone while PENDING; receive: yours
-                                        * until DONE */
+    void    *buf;                      /* read-only while a send is PENDING, yours in a receive */
     size_t   len;                      /* exact */
     void    *mr;                       /* from reg, or null */
     int32_t  state;                    /* RA_MSG_IDLE when posted; written by post and poll */
@@ -1319,20 +1319,21 @@ struct ra_transport {
      * the call's deadline or the watchdog's; without, it may block for ever, and a dead peer hangs
      * this rank. Both buffers are yours until you return. Both sides of a message use the same tag.
      * Returns RA_OK, or an RA_E_* from RA_E_MISMATCH on (others count as RA_E_IO), after which the
-     * ring has failed. */
+     * ring has failed (its sentence names both peers). abort, quiesce, error_text: level 0 too. */
     int (*sendrecv)(void *ctx, int to, const void *s, size_t s_len, int from, void *r, size_t r_len,
                     uint64_t tag, int64_t deadline_ns);
 
-    /* Level 1. Never blocks. Of the RA_MSG_IDLE ones of ops[0..n) it accepts a prefix per (peer,
-     * channel, direction), and sets each accepted op PENDING, or DONE at once. Accept receives
-     * before sends, wherever they are in ops: a peer's send may wait for them. RA_OK: none is left
-     * IDLE. RA_AGAIN: some are; the library polls and posts them again. All accepted ops make
-     * progress at the same time, whatever the order at the peers; if channels share a stream, a
-     * message without a receive must not hold up the other channel. Errors: as poll. */
+    /* Level 1. Never blocks. Sets those of ops[0..n) that are RA_MSG_IDLE and that it accepts
+     * PENDING, or DONE at once. It may leave ops IDLE, but accepts none before an earlier one of
+     * the same peer, channel and direction. Accept receives before sends, wherever they are in ops:
+     * a peer's send may wait for them. RA_OK: none is left IDLE. RA_AGAIN: some are; the library
+     * polls and posts them again. All accepted ops make progress at the same time, whatever the
+     * order at the peers; if channels share a stream, a message without a receive must not hold up
+     * the other channel. Errors: as poll. */
     int (*post)(void *ctx, ra_transport_op *const *ops, int n);
 
-    /* Required with post. Drives progress, also with n = 0; never blocks; moves PENDING ops among
-     * ops[0..n), and any others if that is easier, to DONE or to a negative status. Returns RA_OK,
+    /* Required with post. Drives progress, also with n = 0; never blocks; moves PENDING ops to DONE
+     * or to a negative status: those of ops[0..n), others of this ctx if you like. Returns RA_OK,
      * or an RA_E_* of the context itself: the ring has then failed. While a thread that may call
      * the transport is in ra_step the next poll comes within 0.5 ms, even while chunks are
      * computed, packed and checked: after 0.2 ms and one more piece of work. A piece is one call of
@@ -1359,9 +1360,10 @@ struct ra_transport {
      * abort. */
     int (*release)(void *ctx, ra_transport_op *op);
 
-    /* Any thread, any time, wait-free, idempotent. From now on all ops fail, and wait returns;
-     * frees nothing. `why` is the RA_E_* of this rank. Inform the peers if the network can: their
-     * passes then end at once with RA_E_ABORTED, otherwise by their deadline or watchdog. */
+    /* Any thread, any time, wait-free, idempotent; frees nothing. From now on all ops end with
+     * RA_E_ABORTED, and wait returns. `why` is the RA_E_* of this rank. Send the peers a notice if
+     * you can: their ops then end with RA_E_ABORTED at once. If you only close connections, peers
+     * blame this rank (RA_E_PEER); otherwise they wait for their deadline or watchdog. */
     int (*abort)(void *ctx, int why);
 
     /* Required with RA_CAP_SHARED; without quiesce a ring that fails with ops pending is leaked
@@ -11920,6 +11922,11 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     c->rows[1] = ra__longest(&c->d, 1);
     if (!t) return RA_OK;
     if (c->d.engine) return ra__refuse(e, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
+    if (!d->kv_tokens && !d->kv_tokens_of && ra__positions_set(&t->q_pos) &&
+        !ra__positions_set(&t->k_pos))
+        return ra__refuse(e, RA_E_UNSET, "kv_tokens",
+                          "must be set if t.q_pos is given without t.k_pos; 0 would mean #",
+                          ra__add_sat(c->d.q_offset, c->d.tokens));
     s = ra__local_side(&c->d, &t->q_pos, 0, &c->w.q_side, &c->q_cursor);
     if (!s) s = ra__local_side(&c->d, &t->k_pos, 1, &c->k_side, &c->k_cursor);
     if (!s) s = ra__check_tensors(&c->d, t, c->rows, &c->w, c->kv, e);
@@ -17173,16 +17180,17 @@ static ra_event ra__event_none(void) {
     return e;
 }
 
-/* What a failure concerns; -1 where it does not apply. moved: bytes, if the length is wrong. why:
- * null, or what to say of peer, which is then a rank of the plan. */
+/* What a failure concerns; -1 where it does not apply. to: of a sendrecv that also received from
+ * peer. moved: bytes, if the length is wrong. why: null, or what to say of peer, which is then a
+ * rank of the plan. */
 typedef struct ra__blame {
-    int32_t peer, sending, code;
+    int32_t peer, sending, code, to;
     int64_t chunk, moved;
     const char *why;
 } ra__blame;
 
 static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64_t chunk) {
-    const ra__blame b = { peer, sending, code, ra__max(chunk, -1), -1, NULL };
+    const ra__blame b = { peer, sending, code, -1, ra__max(chunk, -1), -1, NULL };
     return b;
 }
 
@@ -17199,15 +17207,13 @@ static int32_t ra__ring_event_hop(const ra_ring *r, int64_t c, int32_t receiver)
     return hop ? hop : r->ranks;
 }
 
-/* Adds what the ranks disagree about or, if nothing has come yet, what to look at. */
+/* Adds what the ranks disagree about, what is corrupt, or a deadline that was no absolute time. */
 static void ra__failure_hint(const ra_ring *r, const ra_failure *f, ra__text *x) {
     static const char *const name[RA__AGREE_PARTS + 1] = {
         "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
         "forward or backward, gradients, dropout or seed",
         "chunk_tokens, buffers, order, rates, trust_plans or checksums",
         "the address space, although the transport declares RA_CAP_SHARED" };
-    const int silent = f->status == RA_E_TRUNC || f->status == RA_E_TIMEOUT ||
-                       f->status == RA_E_PEER;
     const char *comma = ": ";
     for (int i = 0; i <= RA__AGREE_PARTS && f->status == RA_E_MISMATCH; i++) {
         if (!(r->differ >> 8 * i & 255)) continue;
@@ -17217,6 +17223,14 @@ static void ra__failure_hint(const ra_ring *r, const ra_failure *f, ra__text *x)
     }
     if (f->status == RA_E_PROTO && ra__load_i32(&r->corrupt))
         ra__put(x, ": the checksum of its data is wrong");
+    if (f->status == RA_E_TIMEOUT && r->deadline && r->deadline <= r->begin_ns)
+        ra__put(x, " before the call began: deadlines are absolute, see ra_deadline_ms");
+}
+
+/* Adds what to look at if no message of this plan has come yet. */
+static void ra__failure_silence(const ra_ring *r, const ra_failure *f, ra__text *x) {
+    const int silent = f->status == RA_E_TRUNC || f->status == RA_E_TIMEOUT ||
+                       f->status == RA_E_PEER;
     if (silent && f->peer >= 0 && !r->survivor && !ra__load_i32(&r->met))
         ra__put(x, r->rd.trust_plans
                     ? "; nothing of this plan has come yet: do all ranks have equal descriptors?"
@@ -17240,6 +17254,7 @@ static void ra__failure_text(const ra_ring *r, ra_failure *f, const ra__blame *o
     } else if (f->peer >= 0) {
         ra__say(&x, f->sending == 1 ? "; sending to rank #" : "; receiving from rank #", f->peer);
     }
+    if (of->to >= 0) ra__say(&x, " or sending to rank #", of->to);
     if (f->chunk >= 0) ra__say(&x, ", chunk #", f->chunk);
     if (f->hop >= 0) ra__say(&x, ", hop #", f->hop);
     if (of->moved >= 0) ra__say(&x, ", bytes moved #", of->moved);
@@ -17253,8 +17268,9 @@ static void ra__failure_text(const ra_ring *r, ra_failure *f, const ra__blame *o
         ra__put(&x, quoted);
         ra__put(&x, ")");
     }
-    if (f->since_progress_ns < 1000000) return;
-    ra__say(&x, ", ms since progress: #", f->since_progress_ns / 1000000);
+    if (f->since_progress_ns >= 1000000)
+        ra__say(&x, ", ms since progress: #", f->since_progress_ns / 1000000);
+    ra__failure_silence(r, f, &x);
 }
 
 /* An event without a chunk or a peer. */
@@ -18024,9 +18040,11 @@ static ra_status ra__ring_sendrecv(ra_ring *r, ra_transport_op *out, ra_transpor
                               in ? in->buf : NULL, in ? in->len : 0, ra__ring_tag(r, step),
                               ra__ring_until(left));
     if (code == RA_E_TIMEOUT && left == patience) code = RA_E_PEER; /* the watchdog's time */
-    if (code)
-        return ra__ring_fail(r, ra__ring_code(code),
-                             ra__blame_of(in ? in->peer : out->peer, !in, code, chunk));
+    if (code) {
+        ra__blame why = ra__blame_of(in ? in->peer : out->peer, !in, code, chunk);
+        if (in && out && in->peer != out->peer) why.to = out->peer;
+        return ra__ring_fail(r, ra__ring_code(code), why);
+    }
     if (in) in->state = RA_MSG_DONE;
     if (out) out->state = RA_MSG_DONE;
     return RA_OK;

@@ -320,6 +320,33 @@ TEST(failed_exchange_names_what_was_due) {
     }
 }
 
+/* Of a failed exchange with two peers the sentence names both. A deadline before the pass began is
+ * probably a duration: the sentence says what deadlines are. */
+TEST(failed_exchange_names_both_peers) {
+    for (int64_t deadline = 0; deadline <= 5000; deadline += 5000) {
+        rig *g = rig_new(3, 384, 1);
+        alarm_call a = { 0, 0 };
+        ra_ring_desc rd = { 0 };
+        ra_ring *ring = NULL;
+        ra_transport net = { 0 };
+        ra_failure f;
+        rd.trust_plans = 1;
+        net.size = (uint32_t)sizeof net;
+        net.abi = RA_TRANSPORT_ABI;
+        net.ctx = &a;
+        net.sendrecv = expire_sendrecv;
+        CHECK_EQ(ra_ring_create(&ring, g->plan[0], &net, &rd), RA_OK);
+        CHECK_EQ(ra_forward(g->plan[0], ring, &g->t[0], deadline),
+                 deadline ? RA_E_TIMEOUT : RA_E_PEER);
+        CHECK_EQ(ra_ring_failure(ring, &f), RA_OK);
+        if (!deadline && !CHECK(strstr(f.text, "receiving from rank 1 or sending to rank 2")))
+            printf("    %s\n", f.text);
+        CHECK_EQ(strstr(f.text, "deadlines are absolute") != NULL, deadline != 0);
+        (void)ra_ring_destroy(ring);
+        rig_free(g);
+    }
+}
+
 /* A ring on a clock that is years off, either way, negative or at the end of its numbers. */
 TEST(deadlines_on_another_clock) {
     rig *g = rig_new(2, 256, 1);
@@ -1738,6 +1765,7 @@ int main(int argc, char **argv) {
         ENTRY(default_watchdog_of_a_million_tokens),
         ENTRY(refused_tickets_stay_refused), ENTRY(first_failure_stays),
         ENTRY(short_messages_name_what_differs), ENTRY(sentences_are_whole),
+        ENTRY(failed_exchange_names_both_peers),
         ENTRY(sendrecv_names_what_differs), ENTRY(steps_poll),
         ENTRY(quiesce_waits_for_wait), ENTRY(calls_never_overlap), ENTRY(no_failure_after_the_end),
         ENTRY(leave_beside_a_post), ENTRY(flushing_callers), ENTRY(packing_lets_others_wait),

@@ -1303,6 +1303,10 @@ TEST(attention_positions) {
         for (int i = 0; i < 300; i++) cells[i] = 299 - i;
         p->array = cells;
         p->count = 300;
+        d.kv_tokens = 0;               /* the default of queries at positions that are given */
+        if (keys) CHECK_EQ(ra_attention(&d, &t, ws, n, 0, 1), RA_OK);
+        else refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_UNSET, "kv_tokens", "300");
+        d.kv_tokens = 300;
         CHECK_EQ(ra_attention(&d, &t, ws, n, 0, 1), RA_OK);
         p->count = 299;
         refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_POSITIONS, count_field, "299");
