@@ -270,8 +270,9 @@
  *            block engine on chunks. d_sinks and d_bias are parts that you add up.) All of this
  *            also holds in a program compiled with -Ofast.
  *   Rows     A row that sees no key is 0, and its LSE is -inf, or the sink where sinks are given.
- *            NaN in Q stays in its row. NaN in K or V reaches the rows that see it and no others.
- *            Values up to 1e28 stay finite: weights are as large as 2^32 until they are divided.
+ *            NaN in Q stays in its row. NaN in K or V reaches the rows that see it and no others,
+ *            unless a bias hides it (see ra_bias). Values up to 1e28 stay finite: weights are as
+ *            large as 2^32 until they are divided.
  *
  *                       scalar  AVX2  AVX-512  NEON
  *   f32                   +      +      +      +
@@ -652,10 +653,10 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
  *
  * A bias of -2.36e38 or less (-FLT_MAX and -inf too) hides the key from the row. So any mask may
  * be given as a bias, alone (ggml's kq_mask; mask.kind is then RA_MASK_NONE) or beside mask: blocks
- * that it hides from all rows of a tile are left out. A larger value such as -1e9 hides a key only
- * in a row that also has keys without it. A row in which every key has -1e9 sees them all and has
- * an output, but its gradients are 0. (Backward computes weights again from the f32 LSE, off by a
- * factor of up to exp(|LSE| / 2^23); a row whose |LSE| is 2^23 or more counts as without keys.) */
+ * that it hides from all rows of a tile are left out; NaN in other hidden keys may still reach the
+ * row. A larger bias such as -1e9 hides a key only in a row that also has keys without it. A row
+ * with -1e9 everywhere sees all keys, but its gradients are 0. (Backward takes weights from the f32
+ * LSE, off by a factor of up to exp(|LSE| / 2^23): a row whose |LSE| reaches 2^23 has none.) */
 typedef struct ra_bias {
     const void *data;
     int64_t batch_step, head_step, row_step, key_step; /* bytes, multiples of an element */
