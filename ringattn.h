@@ -16531,6 +16531,11 @@ RINGATTN_API void ra_world_destroy(ra_world *world) {
 
 static void ra__tp_rest(const ra_transport *t) { ra__tp_turn_ends(t); }
 
+static ra_status ra__tp_failure(const ra_transport *t) {
+    (void)t;
+    return RA_OK;
+}
+
 #else
 
 enum { RA__SHM_BUCKETS = 16, RA__SHM_CHANNELS = 2 };
@@ -17104,6 +17109,11 @@ RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const 
 static void ra__tp_rest(const ra_transport *t) {
     if (t->post == ra__shm_post) ra__shm_rest((ra__shm_seat *)t->ctx);
     ra__tp_turn_ends(t);
+}
+
+/* Whether a network has failed, as far as it can be asked: only the world can. */
+static ra_status ra__tp_failure(const ra_transport *t) {
+    return t->post == ra__shm_post ? ra__shm_failure((ra__shm_seat *)t->ctx) : RA_OK;
 }
 
 #undef RA__SHM_SLICE_NS
@@ -19253,6 +19263,8 @@ static ra_status ra__begin_check_job(ra_ring *r, const ra_job *job) {
                   "is still in its pass #", r->pass);
     ra__refuse_if(&x, r->survivor != NULL, RA_E_STATE, "ring",
                   "has resumed pass #: create a new one", r->pass);
+    ra__refuse_if(&x, r->quiet, RA_E_CANCELLED, "ring",
+                  "was cancelled and finished after its pass #: create a new one", r->pass);
     ra__refuse_pair_if(&x, p->d.rank != r->rank || p->d.ranks != r->ranks, RA_E_SHAPE, "job.plan",
                        "is for rank # of @, unlike the ring", p->d.rank, p->d.ranks);
     ra__refuse_pair_if(&x, r->has_transport && bytes > (int64_t)r->tp.max_msg && !r->shared,
@@ -19362,8 +19374,14 @@ static void ra__begin_meet(ra_ring *r, const ra_plan *p, int32_t pass) {
     r->greets = !met && r->has_transport && !r->rd.trust_plans;
 }
 
-/* Refuses a pass whose turn it is not. done: how many this ring or cache has had. */
-static ra_status ra__crew_no_turn(ra_error *e, int64_t done) {
+/* Refuses a pass whose turn it is not. done: how many this ring or cache has had. If the network
+ * has failed, its failure is the reason: nobody need wait for the end of the other pass. */
+static ra_status ra__crew_no_turn(ra_error *e, const ra_transport *t, int64_t done) {
+    const ra_status failure = ra__tp_failure(t);
+    if (failure)
+        return ra__refuse(e, failure, "transport",
+                          "failed in a pass of another ring or cache of this rank; here # ended",
+                          done);
     return ra__refuse(e, RA_E_BUSY, "transport",
                       "carries a pass of another ring or cache of this rank; here # ended", done);
 }
@@ -19391,7 +19409,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     const int64_t need =
         ra__ring_bytes(job->plan, &job->plan->sizes, ring->shared, ring->tp.align).bytes;
     if (need > ring->bytes) return ra__ring_too_small(&ring->refusal, ring->bytes, need);
-    if (!ra__tp_turn(&ring->tp)) return ra__crew_no_turn(&ring->refusal, ring->pass);
+    if (!ra__tp_turn(&ring->tp)) return ra__crew_no_turn(&ring->refusal, &ring->tp, ring->pass);
     ring->work = w;
     ra__ring_lay_out(ring, job->plan, job->pass);
     if (ring->has_transport && !ring->tp.post) ra__plan_exchanges(job->plan);
@@ -19650,8 +19668,9 @@ RINGATTN_API ra_status ra_ring_once(const ra_desc *d, const ra_transport *transp
     s = ra_ring_create(&ring, plan, transport, &rd);
     if (!s) {
         s = ra_forward(plan, ring, t, deadline_ns);
-        if (s < 0 && s > RA_E_MISMATCH && d->error) *d->error = ring->refusal;
-        if (s <= RA_E_MISMATCH && d->error) {
+        const int failed = ra__load_i32(&ring->crew.failed) != RA_OK;
+        if (s && !failed && d->error) *d->error = ring->refusal;
+        if (s && failed && d->error) {
             (void)ra__refuse(d->error, s, "pass", "", 0);
             memcpy(d->error->text, ring->failure.text, sizeof d->error->text);
         }
@@ -20654,7 +20673,7 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
                           "quiesce, or that failed", ring->pass);
     memset(&tp, 0, sizeof tp);
     if (rd->ranks > 1) tp = ra__tp_resolved(rd->transport);
-    if (!ra__tp_turn(&tp)) return ra__crew_no_turn(e, ring->pass);
+    if (!ra__tp_turn(&tp)) return ra__crew_no_turn(e, &tp, ring->pass);
     s = ra__resume_alloc(ring, rd, &x);
     if (s) ra__tp_turn_ends(&tp);
     if (s) return s;
@@ -21715,7 +21734,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     if (!s) s = ra__check_outputs(d, t, rows[0], &w, e);
     if (!s) s = ra__check_forward(d, t, rows, &w, kv, e);
     if (!s) s = ra__cache_check_tables(c, &t->pages);
-    if (!s && !ra__tp_turn(&c->tp)) s = ra__crew_no_turn(e, c->call);
+    if (!s && !ra__tp_turn(&c->tp)) s = ra__crew_no_turn(e, &c->tp, c->call);
     if (s) return s;
     c->t = *t;
     c->q = w.q;

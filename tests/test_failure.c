@@ -642,6 +642,47 @@ TEST(networks_take_turns_like_the_world) {
     rig_free(g);
 }
 
+/* No turn is kept by a ring that can no longer give it back, and who waits for a turn in a world
+ * that has failed is told of the failure. */
+TEST(world_turns_after_failures) {
+    rig *g = rig_new(2, 256, 1);
+    mail_net *all = network_open(g, 0, NULL);
+    ra_world *world = hook_world(2);
+    ra_transport net = mail_transport(all, 0);
+    ra_ring *idle, *first, *late;
+    ra_job job = rig_job(g, 0);
+    ra_error why = { 0 };
+    ra_desc d = g->d;
+    small_cache c;
+    CHECK_EQ(ra_ring_create(&idle, g->plan[0], &net, NULL), RA_OK);
+    ra_ring_cancel(idle);
+    CHECK_EQ(ra_finish(idle, RA_NO_DEADLINE), RA_E_CANCELLED);
+    CHECK_EQ(ra_begin(idle, &job), RA_E_CANCELLED);
+    CHECK(strstr(ra_ring_explain(idle), "was cancelled"));
+    CHECK_EQ(ra_ring_destroy(idle), RA_OK);
+    CHECK_EQ(all->ends[0].turn, 0);
+    first = under_way(g, world, 0, NULL);
+    small_cache_open(&c, g, world, 0);
+    ra_ring_cancel(first);
+    CHECK_EQ(ra_step(first, 0), RA_E_CANCELLED);
+    CHECK_EQ(ra_ring_create(&late, g->plan[0], ra_world_transport(world, 0), NULL), RA_OK);
+    CHECK_EQ(ra_begin(late, &job), RA_E_CANCELLED);
+    CHECK(strstr(ra_ring_explain(late), "failed in a pass of another ring"));
+    CHECK_EQ(ra_infer_begin(c.cache, &c.t, &c.cached, &c.fresh, 0), RA_E_CANCELLED);
+    d.error = &why;
+    CHECK_EQ(ra_ring_once(&d, ra_world_transport(world, 0), &g->t[0], 0), RA_E_CANCELLED);
+    CHECK(strstr(why.text, "failed in a pass of another ring"));
+    CHECK_EQ(ra_ring_destroy(first), RA_OK);
+    CHECK_EQ(ra_begin(late, &job), RA_OK);
+    CHECK_EQ(ra_step(late, 0), RA_E_CANCELLED);
+    CHECK_EQ(ra_ring_destroy(late), RA_OK);
+    CHECK_EQ(ra_infer(c.cache, &c.t, &c.cached, &c.fresh, 0), RA_E_CANCELLED);
+    CHECK_EQ(ra_cache_destroy(c.cache), RA_OK);
+    ra_world_destroy(world);
+    mail_close(all);
+    rig_free(g);
+}
+
 /* -------------------------------------------------------------------------- patience */
 
 /* A plan of rank 0, and the most tiles that are not empty which any rank's report has. */
@@ -1761,6 +1802,7 @@ int main(int argc, char **argv) {
         ENTRY(quiesce_of_the_world_on_another_clock), ENTRY(world_waits_for_no_rank_that_rests),
         ENTRY(world_rests_after_any_pass),
         ENTRY(world_passes_take_turns), ENTRY(networks_take_turns_like_the_world),
+        ENTRY(world_turns_after_failures),
         ENTRY(default_watchdog), ENTRY(default_watchdog_of_many_ranks),
         ENTRY(default_watchdog_of_a_million_tokens),
         ENTRY(refused_tickets_stay_refused), ENTRY(first_failure_stays),
