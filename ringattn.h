@@ -18579,8 +18579,9 @@ static int ra__fold_goes_on(const ra_ring *r, int64_t from, int64_t next) {
  * meanwhile, all tasks also store each time as many have been received as make half of the buffers,
  * unless that is so few keys that storing would cost too much, and before own chunks (not in
  * rounds, where one comes at a time). Nothing waits for the buffers of the last messages: as many
- * as there are buffers are one group with the own chunks after them. Shared chunks need no buffers,
- * and during a sendrecv nothing is computed anyway.
+ * as there are buffers are one group with the own chunks after them. (If messages may be lent, the
+ * rank that lends them waits, and with more than two ranks it has others to receive.) Shared chunks
+ * need no buffers, and during a sendrecv nothing is computed anyway.
  * PERF: Zen 5, 2 ranks, causal, 4096 tokens, 8 heads of D 64, a link on which messages take as long
  * as computing: the steps of rank 1 take 49.2 -> 47.1 ms. */
 enum { RA__GROUP_LEAST = 1024 };
@@ -18589,7 +18590,8 @@ enum { RA__GROUP_LEAST = 1024 };
 static int32_t ra__fold_group(const ra_ring *r, int32_t recv) {
     const ra_desc *d = &r->plan->d;
     const int32_t few = RA__GROUP_LEAST / d->chunk_tokens;
-    if (recv + r->queue[RA__RECEIVES].slots >= r->lists->recvs) return INT32_MAX;
+    const int waited_for = (r->tp.caps & RA_CAP_LOAN) && r->ranks > 2;
+    if (!waited_for && recv + r->queue[RA__RECEIVES].slots >= r->lists->recvs) return INT32_MAX;
     return recv / (int32_t)ra__max(1, ra__max(d->buffers / 2, few));
 }
 

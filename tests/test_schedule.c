@@ -558,6 +558,7 @@ typedef struct flat_net {
     int count[2][FLAT_RANKS][FLAT_RANKS][2];
     int open[FLAT_RANKS];              /* halves of its sendrecv that are not over */
     double rate;                       /* bytes per tile of each link; 0: without end */
+    uint32_t caps;                     /* more of the transports with post */
     int64_t busy[FLAT_RANKS][FLAT_RANKS];      /* each link, until then */
 } flat_net;
 typedef struct flat_seat {
@@ -670,6 +671,12 @@ static int flat_poll(void *ctx, ra_transport_op *const *ops, int n) {
     return RA_OK;
 }
 
+/* Nothing is lent. */
+static int flat_release(void *ctx, ra_transport_op *op) {
+    (void)ctx; (void)op;
+    return RA_E_STATE;
+}
+
 /* Begins a pass whose steps are as short as they can be. */
 static void flat_begin(flat_seat *s, int level) {
     ra_transport net = { 0 };
@@ -682,6 +689,8 @@ static void flat_begin(flat_seat *s, int level) {
     else {
         net.post = flat_post;
         net.poll = flat_poll;
+        net.caps |= flat.caps;
+        net.release = flat_release;
         net.channels = 2;
         net.max_ops = 64;
     }
@@ -941,6 +950,29 @@ TEST(last_messages_end_no_group) {
     flat_close(2);
 }
 
+/* Messages that may be lent go back as early as any: with more than two ranks the lender waits for
+ * them, and has others to receive. With two it has none. */
+TEST(loans_end_with_their_group) {
+    for (int ranks = 2; ranks <= 3; ranks++) {
+        ra_desc d = flat_desc(ranks, 2048, 1, RA_LAYOUT_CONTIGUOUS, RA_MASK_NONE, 0);
+        int64_t opened[2] = { 0, 0 };
+        d.chunk_tokens = 256;
+        d.buffers = 8;
+        flat_world(d);
+        for (int loans = 0; loans < 2; loans++) {
+            flat.caps = loans ? RA_CAP_LOAN : 0;
+            (void)flat_pass(ranks, 1);
+            for (int r = 0; r < ranks; r++) opened[loans] += flat_seats[r].opened;
+        }
+        flat.caps = 0;
+        h_context("%d ranks: opened %d and, with loans, %d times", ranks, (int)opened[0],
+                  (int)opened[1]);
+        CHECK(ranks == 2 ? opened[1] == opened[0] : opened[1] > opened[0]);
+        if (h_run.verbose) printf("%s\n", h_run.context);
+        flat_close(ranks);
+    }
+}
+
 /* -------------------------------------------------------------------------- large figures */
 /* 64 million tokens on 16 ranks: more than 2^63 operations. */
 TEST(figures_of_long_sequences) {
@@ -1061,6 +1093,7 @@ static const h_test tests[] = {
     ENTRY(sparse_masks_play_through), ENTRY(sendrecv_does_not_take_turns),
     ENTRY(sendrecv_waits_for_no_group),
     ENTRY(transfers_hide_as_predicted), ENTRY(last_messages_end_no_group),
+    ENTRY(loans_end_with_their_group),
     ENTRY(figures_of_long_sequences), ENTRY(figures_saturate),
     ENTRY(prefetched_lines_are_those_of_a_stretch)
 };
