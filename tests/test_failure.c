@@ -1699,13 +1699,14 @@ static ra_event numbered_event(int which, int64_t number) {
 
 /* All of an event is of one writer and number; numbers of a writer rise. */
 static void read_events(writer *w) {
+    enum { BYTES = offsetof(ra_event, status) + sizeof(int32_t) };     /* without the padding */
     ra_event e[RA_EVENTS];
     int64_t last[WRITERS] = { -1, -1, -1 };
     const int n = ra_ring_events(w->ring, e, RA_EVENTS);
     for (int i = 0; i < n; i++) {
         ra_event want = numbered_event(e[i].rank, e[i].pass);
         want.end_ns = e[i].end_ns;
-        w->torn += memcmp(&want, &e[i], sizeof want) != 0 || e[i].rank < 0 ||
+        w->torn += memcmp(&want, &e[i], BYTES) != 0 || e[i].rank < 0 ||
                    e[i].rank >= WRITERS || e[i].pass <= last[e[i].rank % WRITERS] ||
                    (e[i].kind == RA_EV_FOLD && e[i].end_ns != e[i].pass);
         last[e[i].rank % WRITERS] = e[i].pass;
