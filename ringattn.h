@@ -2001,6 +2001,13 @@ RA__NOINLINE ra_status ra__refuse_part(ra_error *e, ra_status s, const char *fie
     return ra__refuse_pair(e, s, both, text, value, other);
 }
 
+/* Goes on with the sentence of a refusal. */
+static void ra__refuse_more(ra_error *e, const char *text, int64_t value, int64_t other) {
+    if (!e) return;
+    ra__text x = { e->text, sizeof e->text, strlen(e->text) };
+    ra__say_pair(&x, text, value, other);
+}
+
 /* *out = a * b; 0 if that overflows 62 bits. a, b >= 0. */
 RA__INLINE int ra__mul(int64_t a, int64_t b, int64_t *out) {
     return !__builtin_mul_overflow(a, b, out) && *out < ((int64_t)1 << 62);
@@ -9678,13 +9685,25 @@ static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_
     return RA_OK;
 }
 
-/* The positions of a run are in [first, end), and it has at least so many rows. */
-static int ra__run_within(const ra_run *run, int64_t rows, int64_t first, int64_t end) {
-    int64_t last;
-    return run->count >= rows && ra__run_step(run) >= 1 && run->first >= first &&
-           run->first < end &&
-           ra__mul(ra__max(run->count - 1, 0), ra__run_step(run), &last) &&
-           run->first + last < end;
+/* Entry i of a table of runs has at least `least` rows, 0 or 1, and all positions in
+ * [first, end). */
+static ra_status ra__check_run(const ra_run *runs, int64_t i, int32_t least, int64_t first,
+                               int64_t end, const char *field, const char *part, ra_error *e) {
+    const int64_t begin = runs[i].first, n = runs[i].count, step = ra__run_step(&runs[i]);
+    if (n < least)
+        return ra__refuse_part(e, RA_E_RANGE, field, part,
+                               least ? "entry # has count @, which is not positive"
+                                     : "entry # has count @, which is negative", i, n);
+    if (step < 0)
+        return ra__refuse_part(e, RA_E_RANGE, field, part,
+                               "entry # has stride @, which is negative", i, step);
+    const int64_t last = ra__add_sat(begin, ra__mul_sat(ra__max(n - 1, 0), step));
+    const int outside = begin < first || begin >= end;
+    if (!outside && last < end) return RA_OK;
+    (void)ra__refuse_part(e, RA_E_RANGE, field, part, "entry # has position @", i,
+                          outside ? begin : last);
+    ra__refuse_more(e, ", which is not in #..@", first, end - 1);
+    return RA_E_RANGE;
 }
 
 /* Runs of positions, `rows` in all. */
@@ -9702,9 +9721,8 @@ static ra_status ra__check_position_runs(const ra_desc *d, const ra_positions *p
         return ra__refuse_part(e, RA_E_SHAPE, field, ".batch_step", "# needs an array",
                                p->batch_step, 0);
     for (int64_t i = 0; i < p->count; i++) {
-        if (!ra__run_within(&p->runs[i], 0, 0, top))
-            return ra__refuse_part(e, RA_E_RANGE, field, ".runs",
-                                   "entry # steps back or leaves the positions 0..@", i, top - 1);
+        const ra_status s = ra__check_run(p->runs, i, 0, 0, top, field, ".runs", e);
+        if (s) return s;
         sum += p->runs[i].count;
     }
     if (sum == rows) return RA_OK;
@@ -10260,9 +10278,8 @@ static ra_status ra__check_runs(const ra__run_table *t, int32_t ranks, ra_error 
         n += t->count[r];
     }
     for (int64_t i = 0; i < n; i++) {
-        if (!ra__run_within(&t->run[i], 1, t->first, t->end))
-            return ra__refuse(e, RA_E_RANGE, t->run_field,
-                              "entry # has no rows, or steps back, or leaves the tokens", i);
+        const ra_status s = ra__check_run(t->run, i, 1, t->first, t->end, t->run_field, "", e);
+        if (s) return s;
     }
     return ra__check_held(t->run, n, t->run_field, e);
 }
@@ -16395,7 +16412,7 @@ static ra_status ra__tp_check_callbacks(const ra_transport *t, ra_error *e) {
     ra__refuse_if(&x, shared && !(t->caps & RA_CAP_ANY_PEER), RA_E_TRANSPORT, "transport.caps",
                   "is #: RA_CAP_SHARED needs RA_CAP_ANY_PEER", caps);
     ra__refuse_if(&x, shared && t->channels < 2, RA_E_TRANSPORT, "transport.channels",
-                  "is #: RA_CAP_SHARED needs at least 2 channels", (int64_t)t->channels);
+                  "is # (0: 1): RA_CAP_SHARED needs at least 2", (int64_t)t->channels);
     return x.status;
 }
 
@@ -16413,7 +16430,7 @@ static ra_status ra__tp_check_plan(const ra_transport *t, int32_t rank, int32_t 
                        "is #, but this is rank @", t->rank, rank);
     ra__refuse_pair_if(&x, (t->caps & RA_CAP_SHARED) && (int64_t)t->max_ops < most_ops,
                        RA_E_TRANSPORT, "transport.max_ops",
-                       "is #: RA_CAP_SHARED needs at least @, 2 per rank and 2 more",
+                       "is # (0: 2): RA_CAP_SHARED needs at least @, 2 per rank and 2 more",
                        (int64_t)t->max_ops, most_ops);
     ra__refuse_pair_if(&x, ranks > 1 && chunk_bytes > 0 && (uint64_t)chunk_bytes > max_msg,
                        RA_E_TRANSPORT, "transport.max_msg",
@@ -16438,7 +16455,7 @@ static ra_status ra__tp_check_back(const ra_transport *t, const ra_plan *p, ra_e
     ra__checks x = { e, RA_OK };
     if (!p->d.train || p->d.ranks < 2) return RA_OK;
     ra__refuse_if(&x, t->post && t->channels < 2, RA_E_TRANSPORT, "transport.channels",
-                  "is #; backward passes need at least 2", (int64_t)t->channels);
+                  "is # (0: 1); backward passes need at least 2", (int64_t)t->channels);
     ra__refuse_if(&x, t->post && t->max_ops < 3, RA_E_TRANSPORT, "transport.max_ops",
                   "is # (0: 2); backward passes need at least 3", (int64_t)t->max_ops);
     ra__refuse_if(&x, direct && !(t->caps & RA_CAP_ANY_PEER), RA_E_TRANSPORT, "transport.caps",
@@ -20586,7 +20603,7 @@ static ra_status ra__resume_check_transport(const ra_ring *r, const ra_resume_de
                   "transport.caps", "# lacks RA_CAP_ANY_PEER, which ra_resume needs",
                   (int64_t)t->caps);
     ra__refuse_if(&x, t->channels < 2, RA_E_TRANSPORT, "transport.channels",
-                  "is #; ra_resume needs 2", (int64_t)t->channels);
+                  "is # (0: 1); ra_resume needs 2", (int64_t)t->channels);
     ra__refuse_pair_if(&x, (int64_t)t->max_ops < 2 * (int64_t)rd->ranks, RA_E_TRANSPORT,
                        "transport.max_ops", "is # (0: 2); ra_resume needs @, 2 per rank",
                        (int64_t)t->max_ops, 2 * (int64_t)rd->ranks);
