@@ -202,7 +202,13 @@ quick() {
     symbols "$cc" c99 "" "$made"
     printed "$cc" c99 -O0 "$made"
     readme "$cc" c99 "$(linked "$cc" c99 -O0) '$made'"
-    if have g++; then two_units g++ c++11 -O0; else skip "g++ c++11" "no g++ here"; fi
+    if have g++; then
+        two_units g++ c++11 -O0
+        infer=$root/examples/ring_infer.c
+        [ ! -f "$infer" ] || parses g++ c++11 "the engine of examples/infer" \
+            "-DRA__IMPLEMENTED -I'$root' '$infer'"
+    else skip "g++ c++11" "no g++ here"
+    fi
     if [ "$cc" = clang ]; then :
     elif have clang; then runs clang -O0 c99
     else skip "clang c99" "no clang here"

@@ -59,7 +59,7 @@ typedef struct infer_engine {          /* shared by the ranks */
     int32_t apart;                     /* 1: every rank is a process */
     int32_t lanes;                     /* of the cache: the bits are those of this many ranks */
     int32_t attend_threads;            /* of a rank in a call of the cache */
-    pool pool;
+    pool workers;
     pthread_mutex_t lock;              /* of result->why */
 } infer_engine;
 
@@ -247,7 +247,7 @@ static inline void infer_turns(const infer_rank *r, int64_t first) {
 }
 
 static inline void infer_product(const infer_rank *r, const matrix *w, const float *x, float *y) {
-    matmul_run(&r->e->pool, w, x, y, r->owned, r->scratch);
+    matmul_run(&r->e->workers, w, x, y, r->owned, r->scratch);
 }
 
 typedef struct infer_call { ra_cache *cache; ra_status status; } infer_call;
@@ -275,7 +275,7 @@ static inline ra_status infer_call_run(infer_rank *r, ra_cache *cache, int64_t f
         return ra_infer(cache, &r->t, &first, &count, RA_NO_DEADLINE);
     c.cache = cache;
     c.status = ra_infer_begin(cache, &r->t, &first, &count, RA_NO_DEADLINE);
-    if (c.status == RA_OK) pool_run(&r->e->pool, infer_step, &c, r->e->attend_threads);
+    if (c.status == RA_OK) pool_run(&r->e->workers, infer_step, &c, r->e->attend_threads);
     return c.status;
 }
 
@@ -346,8 +346,8 @@ static inline void infer_head(infer_rank *r, int64_t from, int64_t first) {
     const model *m = e->m;
     infer_norm(r->y, r->x, m->output_norm, r->owned, m->hidden, m->epsilon);
     for (int64_t at = from; at < r->owned; at += INFER_HEAD_ROWS) {
-        const int64_t n = r->owned - at < INFER_HEAD_ROWS ? r->owned - at : INFER_HEAD_ROWS;
-        matmul_run(&r->e->pool, &m->output, r->y + at * m->hidden, r->logits, n, r->scratch);
+        const int64_t most = INFER_HEAD_ROWS, n = r->owned - at < most ? r->owned - at : most;
+        matmul_run(&r->e->workers, &m->output, r->y + at * m->hidden, r->logits, n, r->scratch);
         for (int64_t i = 0; i < n; i++) {
             const int64_t token = r->own[at + i];
             const float *row = r->logits + i * m->vocabulary;
@@ -662,10 +662,10 @@ static inline int infer_run_on(infer_engine *e, const int32_t *prompt, int64_t c
         memcpy(result->tokens, prompt, (size_t)count * sizeof *prompt);
         result->prompt = result->count = count;
         pthread_mutex_init(&e->lock, NULL);
-        pool_start(&e->pool, e->o.threads > 1 ? e->o.threads - 1 : 0);
+        pool_start(&e->workers, e->o.threads > 1 ? e->o.threads - 1 : 0);
         s = net ? infer_rank_main(e, e->reporter, net)
                 : ra_world_run(e->o.ranks, infer_on_rank, e, NULL);
-        pool_stop(&e->pool);
+        pool_stop(&e->workers);
         pthread_mutex_destroy(&e->lock);
     }
     if (s != RA_OK && !result->why[0])

@@ -139,7 +139,7 @@ static inline float matmul_of_bits(uint32_t bits) {
 /* Half to float without a branch: the exponent moves by a product with 2^112, which also makes
  * halves below 2^-14 normal; what was infinite or NaN is put back. */
 static inline float matmul_of_half(uint32_t h) {
-    const float x = matmul_of_bits((h & 0x7fffu) << 13) * 0x1p112f;
+    const float x = matmul_of_bits((h & 0x7fffu) << 13) * 5192296858534827628530496329220096.0f;
     uint32_t bits;
     memcpy(&bits, &x, 4);
     bits |= (h & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0;
@@ -232,11 +232,12 @@ MATMUL_NAME(matmul_tile)(const matmul *m, const float *const *w, int64_t row, in
     typedef MATMUL_NAME(matmul_v) vec;
     const int64_t n = m->w->columns, whole = n - n % MATMUL_WIDTH;
     const float *x = m->x + token * n;
+    const vec zero = { 0 };
     vec sum[MATMUL_ROWS][MATMUL_TOKENS];
     int64_t i;
     int r, t, l;
     for (r = 0; r < rows; r++)
-        for (t = 0; t < tokens; t++) sum[r][t] = (vec){ 0 };
+        for (t = 0; t < tokens; t++) sum[r][t] = zero;
     for (i = 0; i < whole; i += MATMUL_WIDTH)
         for (r = 0; r < rows; r++)
             for (t = 0; t < tokens; t++)

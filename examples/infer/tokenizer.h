@@ -461,11 +461,12 @@ static inline int tokenizer_texts(tokenizer *t, const gguf *g, char *why) {
     memset(t->slot, 0xFF, t->slots * sizeof *t->slot);
     p = v->data;
     for (int32_t i = 0; i < t->count; i++) {
-        const double kind = type ? gguf_element(type, (uint64_t)i) : TOKEN_NORMAL;
+        const double kind = type ? gguf_element(type, (uint64_t)i) : 0;
         t->text[i] = gguf_next_string(&p);
         t->score[i] = score ? (float)gguf_element(score, (uint64_t)i) : 0;
         if (t->score[i] != t->score[i]) t->score[i] = -1e30f;
-        t->type[i] = kind >= TOKEN_NORMAL && kind <= TOKEN_BYTE ? (uint8_t)kind : TOKEN_NORMAL;
+        const int known = kind >= (double)TOKEN_NORMAL && kind <= (double)TOKEN_BYTE;
+        t->type[i] = (uint8_t)(known ? (int)kind : TOKEN_NORMAL);
         const uint32_t at = token_slot(t, t->text[i].data, t->text[i].size);
         if (t->slot[at] < 0) t->slot[at] = i;
         if ((t->type[i] != TOKEN_CONTROL && t->type[i] != TOKEN_USER) || !t->text[i].size) continue;
