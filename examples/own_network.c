@@ -153,6 +153,7 @@ static int read_all(int fd, void *data, size_t n) {
 /* A child: its end of every socket, one pass, its output to the parent. Returns the exit code. */
 static int child(int rank, int pair[RANKS][RANKS], int result) {
     static float o[TOKENS * ROW];      /* rows of other ranks stay 0 */
+    static int32_t turn;
     net n = {{0}, 0, 0};
     ra_transport t;
     memset(&t, 0, sizeof t);
@@ -169,6 +170,7 @@ static int child(int rank, int pair[RANKS][RANKS], int result) {
     t.name = "socketpair";
     t.ctx = &n;
     t.sendrecv = net_sendrecv;
+    t.turn = &turn;                    /* two rings on these sockets would be refused */
     if (attend(rank, RANKS, &t, o) != RA_OK) return 1;
     printf("rank %d, process of its own: %lld messages, %lld bytes through its sockets\n", rank,
            n.messages, n.bytes);
