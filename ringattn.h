@@ -13450,7 +13450,7 @@ typedef struct ra__round { int32_t chunk, first, count; } ra__round;
 typedef struct ra__place {
     int64_t first;                     /* smallest position */
     int64_t top;                       /* largest position of this and all earlier places */
-    int64_t blocks;                    /* of all earlier places */
+    int64_t blocks, rows;              /* of all earlier places */
     int32_t chunk, seg;
 } ra__place;
 
@@ -13512,14 +13512,6 @@ enum { RA__AGREE_SIZES, RA__AGREE_DTYPES, RA__AGREE_MASK, RA__AGREE_LAYOUT, RA__
        RA__AGREE_TRAINING, RA__AGREE_MESSAGES, RA__AGREE_PARTS };
 typedef struct ra__agreed { uint64_t part[RA__AGREE_PARTS]; } ra__agreed;
 
-/* A run among all runs of a table, by first position. */
-typedef struct ra__held {
-    ra_run run;
-    int64_t rows;                      /* of all entries before it */
-    int64_t group;                     /* entries from here to this one may reach beyond its first
-                                        * position; earlier ones do not */
-} ra__held;
-
 /* A rank whose keys are read, and how many entries of the fold list are done when they are not read
  * again. */
 typedef struct ra__source_rank { int64_t end; int32_t rank; } ra__source_rank;
@@ -13535,8 +13527,7 @@ struct ra_plan {
                                         * RUNS, ARRAY */
     int64_t *run_begin[2];             /* RUNS: [ranks + 1] first entry in the tables */
     ra__before *before[2];             /* RUNS: of rank r from entry run_begin[r] + r on */
-    ra__held *held;                    /* RUNS: all runs of keys by their first position */
-    int64_t *held_order, held_count;   /* entries of k_runs in that order */
+    int64_t key_runs;                  /* RUNS: of all ranks together */
     ra__travel keys, queries;          /* queries: RA_TRAVEL_Q */
     ra__round *round;                  /* [chunks of keys] RA_ORDER_ROUNDS; otherwise null */
     ra__place *place;                  /* all segments of keys, and one entry that ends them; not
@@ -15378,23 +15369,6 @@ static void ra__carve_runs(ra__arena *a, ra_plan *p, int keys) {
     }
 }
 
-/* Fills in p->held: the runs of keys by their first position. */
-static void ra__plan_held(ra_plan *p) {
-    const ra_run *runs = p->d.layout.k_runs;
-    int64_t reach = -1, group = 0, rows = 0;
-    for (int64_t i = 0; i < p->held_count; i++) p->held_order[i] = i;
-    ra__order_sort(runs, p->held_order, p->held_count);
-    for (int64_t i = 0; i < p->held_count; i++) {
-        ra__held *h = &p->held[i];
-        h->run = runs[p->held_order[i]];
-        if (h->run.first > reach) group = i;
-        h->rows = rows;
-        h->group = group;
-        rows += h->run.count;
-        reach = ra__max(reach, ra__run_last(&h->run));
-    }
-}
-
 /* Copies the descriptor and its arrays, and carves what depends on the number of sequences and
  * ranks; counts only if a->base is null. *p was cleared. */
 static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
@@ -15411,12 +15385,9 @@ static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
     l->weights = (const int32_t *)ra__carve_copy(a, l->weights, d->ranks, 4);
     if (l->kind == RA_LAYOUT_RUNS) {
         if (!l->k_runs) { l->k_runs = l->q_runs; l->k_run_count = l->q_run_count; }
-        p->held_count = ra__runs_count(l, d->ranks, 1);
-        p->held = (ra__held *)ra__carve(a, p->held_count * (int64_t)sizeof(ra__held));
-        p->held_order = (int64_t *)ra__carve(a, p->held_count * 8);
+        p->key_runs = ra__runs_count(l, d->ranks, 1);
         ra__carve_runs(a, p, 0);
         ra__carve_runs(a, p, 1);
-        if (a->base) ra__plan_held(p);
     }
     if (l->kind == RA_LAYOUT_ARRAY) {
         if (!l->k_rows) l->k_rows = l->q_rows;
@@ -15494,8 +15465,8 @@ static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queri
     const int q = p->d.train && p->d.backward_travel == RA_TRAVEL_Q;
     int64_t places = 2 * keys + 1, spans = 2 * (int64_t)p->d.ranks, back;
     if (p->d.layout.kind == RA_LAYOUT_RUNS) {
-        places += p->held_count * B;
-        spans = p->held_count;
+        places += p->key_runs * B;
+        spans = p->key_runs;
     }
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) places = 0;
     ra__travel_carve(a, p, &p->keys, keys);
@@ -15694,7 +15665,7 @@ static void ra__place_sort(ra__place *place, int64_t n) {
 
 /* Fills in the places of all segments of keys. */
 static void ra__plan_places(ra_plan *p) {
-    int64_t n = 0, c = 0, blocks = 0, last;
+    int64_t n = 0, c = 0, blocks = 0, rows = 0, last;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) return;
     for (int32_t b = 0; b < p->d.sequences; b++) {
         int64_t from = n, top = -1;
@@ -15711,12 +15682,15 @@ static void ra__plan_places(ra_plan *p) {
             ra__seg_span(&s, NULL, &p->place[i].first, &last);
             top = p->place[i].top = ra__max(top, last);
             p->place[i].blocks = blocks;
+            p->place[i].rows = rows;
             blocks += ra__ceil_div(s.rows, RA_BLOCK_TOKENS);
+            rows += s.rows;
         }
     }
     p->place_begin[p->d.sequences] = n;
     memset(&p->place[n], 0, sizeof p->place[n]);
     p->place[n].blocks = blocks;
+    p->place[n].rows = rows;
 }
 
 /* -------------------------------------------------------------------------- blocks against chunks
@@ -15824,44 +15798,46 @@ static int64_t ra__report_array_tiles(const ra_plan *p, int32_t rank) {
     return ra__mul_sat(blocks, ra__side_blocks(&side, 0));
 }
 
-/* Keys below a position that some rank holds. */
-static int64_t ra__keys_below(const ra_plan *p, int64_t pos) {
-    int64_t low = 0, high = p->held_count, n;
-    while (low < high) {               /* entries that begin below it */
-        int64_t mid = low + (high - low) / 2;
-        if (p->held[mid].run.first < pos) low = mid + 1;
+/* Keys of sequence b below a position that some rank holds. */
+static int64_t ra__keys_below(const ra_plan *p, int32_t b, int64_t pos) {
+    const int64_t begin = p->place_begin[b];
+    int64_t end = begin, high = p->place_begin[b + 1], i, n;
+    while (end < high) {               /* places that begin below it */
+        int64_t mid = end + (high - end) / 2;
+        if (p->place[mid].first < pos) end = mid + 1;
         else high = mid;
     }
-    if (low == 0) return 0;
-    n = p->held[p->held[low - 1].group].rows;
-    for (int64_t i = p->held[low - 1].group; i < low; i++) {
-        const ra_run *run = &p->held[i].run;
-        n += ra__min(run->count, ra__ceil_div(pos - run->first, ra__run_step(run)));
+    for (i = end; i > begin && p->place[i - 1].top >= pos;) i--;   /* the first that may reach it */
+    n = p->place[i].rows - p->place[begin].rows;
+    for (; i < end; i++) {
+        ra__seg s = ra__chunk_piece(&p->keys.chunk[p->place[i].chunk], p->place[i].seg);
+        n += ra__min(s.rows, ra__ceil_div(pos - s.pos, s.stride));
     }
     return n;
 }
 
 /* Keys in [lo, hi) that some rank holds. */
-static int64_t ra__keys_held(const ra_plan *p, int64_t lo, int64_t hi) {
-    return lo < hi ? ra__keys_below(p, hi) - ra__keys_below(p, lo) : 0;
+static int64_t ra__keys_held(const ra_plan *p, int32_t b, int64_t lo, int64_t hi) {
+    return lo < hi ? ra__keys_below(p, b, hi) - ra__keys_below(p, b, lo) : 0;
 }
 
 static int64_t ra__report_pairs(const ra_plan *p, int32_t rank, int32_t b) {
     ra__side side = ra__plan_side(p, 0, rank);
     int64_t end = ra__k_len(&p->d, b), n = 0;
+    const int dense = p->d.layout.kind != RA_LAYOUT_RUNS;      /* each position is held */
     ra__seg s;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) {
         for (int32_t r = 0; r < p->d.ranks; r++) n += p->d.layout.k_rows[r];
         return ra__mul_sat(n, p->d.layout.q_rows[rank]);
     }
     for (int64_t i = 0; ra__side_seg(&side, b, i, &s); i++) {
-        if (!p->held) n += ra__pairs_seg(&p->d.mask, end, &s);     /* each position is held */
-        for (int64_t j = 0; p->held && j < s.rows; j++) {
+        if (dense) n += ra__pairs_seg(&p->d.mask, end, &s);
+        for (int64_t j = 0; !dense && j < s.rows; j++) {
             ra__sees v;
             ra__mask_row(&p->d.mask, s.pos + j * s.stride, end, &v);
             const int some = v.lo < v.hi;
-            if (some) n += ra__keys_held(p, v.lo, v.hi);
-            n += ra__keys_held(p, v.keep_first, some ? ra__min(v.keep_end, v.lo) : v.keep_end);
+            if (some) n += ra__keys_held(p, b, v.lo, v.hi);
+            n += ra__keys_held(p, b, v.keep_first, some ? ra__min(v.keep_end, v.lo) : v.keep_end);
         }
     }
     return n;
