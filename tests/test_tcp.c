@@ -428,6 +428,35 @@ TEST(another_byte_order) {
     tn_end(w);
 }
 
+/* A rank of another ring answers and then closes its port: its ring is named, not the port. */
+TEST(the_reason_is_kept) {
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    ra_tcp_desc d = tn_desc(w, 0, 1);
+    ra_tcp_hello hello = { 0 };
+    struct pollfd calls = { w->fd[0][0], POLLIN, 0 };
+    tn_opening o;
+    int fd;
+    d.connect_ns = 400 * TN_MS;
+    tn_start(&o, &d);
+    memcpy(hello.magic, "ra_tcp\r\n", 8);
+    hello.order = 0x01020304;
+    hello.version = RA_TCP_VERSION;
+    hello.world = d.world;
+    hello.shape = d.shape;
+    hello.ring = d.ring + 1;
+    hello.ranks = 2;
+    hello.to = 1;
+    CHECK_EQ(poll(&calls, 1, 5000), 1);
+    fd = accept(w->fd[0][0], NULL, NULL);
+    CHECK(fd >= 0 && send(fd, &hello, sizeof hello, MSG_NOSIGNAL) == (ssize_t)sizeof hello);
+    close(w->fd[0][0]);
+    w->fd[0][0] = -1;
+    CHECK_EQ(tn_join_open(&o), RA_E_TIMEOUT);
+    if (!CHECK(strstr(o.why.text, "in ring") != NULL)) printf("    it says: %s\n", o.why.text);
+    close(fd);
+    tn_end(w);
+}
+
 TEST(nobody_there) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     ra_tcp_desc d = tn_desc(w, 0, 1);
@@ -680,7 +709,7 @@ int main(int argc, char **argv) {
         ENTRY(conformance_threads), ENTRY(conformance_processes), ENTRY(conformance_v6),
         ENTRY(conformance_from_outside),
         ENTRY(killed_rank), ENTRY(stopped_rank), ENTRY(cut_rank), ENTRY(garbage_of_a_rank),
-        ENTRY(ranks_that_disagree),
+        ENTRY(ranks_that_disagree), ENTRY(the_reason_is_kept),
         ENTRY(another_byte_order), ENTRY(nobody_there), ENTRY(patience_without_end),
         ENTRY(listens_on_its_own_address_alone), ENTRY(strangers), ENTRY(spoilt_on_the_way),
 #ifdef RA_TCP_SODIUM

@@ -171,7 +171,8 @@ typedef struct ra_tcp {
     struct pollfd *fds;                /* [ranks + RA_TCP_STRANGERS + 2] */
     uint8_t *waste;                    /* RA_TCP_PLAIN bytes for what is discarded */
     int listener;
-    char note[216], text[216];         /* the last refusal of a handshake; for error_text */
+    char note[216], text[216];         /* why no connection came about; for error_text */
+    int refused;                       /* 1: a hello was refused, and note says why */
     ra_transport transport;
     int32_t turn;                      /* of the transport */
 } ra_tcp;
@@ -678,6 +679,7 @@ static RA_TCP_UNUSED int ra_tcp_heard_hello(ra_tcp *t, ra_tcp_conn *c) {
     if (!c->dialed) ra_tcp_say_hello(t, c, c->peer_hello.from);
     code = ra_tcp_judge(t, &c->peer_hello, c->dialed, c->peer);
     if (code != RA_OK) {
+        t->refused = 1;
         (void)ra_tcp_write(c);         /* so that the other side can name the reason */
         return code;
     }
@@ -719,7 +721,14 @@ static RA_TCP_UNUSED int ra_tcp_shake(ra_tcp *t, ra_tcp_conn *c) {
     }
 }
 
-/* -------------------------------------------------------------------------- connecting */
+/* -------------------------------------------------------------------------- connecting
+ * A peer that refused this rank may close its port before this rank gives up. So a port that is
+ * closed does not replace the reason that the peer gave. */
+static RA_TCP_UNUSED void ra_tcp_unreached(ra_tcp *t, const ra_tcp_conn *c, int error) {
+    if (t->refused) return;
+    ra_tcp_note(t, "rank %d at %s: %s", c->peer, t->d.addresses[c->peer], strerror(error));
+}
+
 static RA_TCP_UNUSED void ra_tcp_dial(ra_tcp *t, ra_tcp_conn *c, const struct addrinfo *list) {
     int count = 0, pick, fd;
     const struct addrinfo *a;
@@ -732,7 +741,7 @@ static RA_TCP_UNUSED void ra_tcp_dial(ra_tcp *t, ra_tcp_conn *c, const struct ad
     fd = socket(a->ai_family, SOCK_STREAM, 0);
     if (fd < 0) return;
     if (ra_tcp_prepare(fd) || (connect(fd, a->ai_addr, a->ai_addrlen) && errno != EINPROGRESS)) {
-        ra_tcp_note(t, "rank %d at %s: %s", c->peer, t->d.addresses[c->peer], strerror(errno));
+        ra_tcp_unreached(t, c, errno);
         close(fd);
         return;
     }
@@ -745,7 +754,7 @@ static RA_TCP_UNUSED int ra_tcp_dialed(ra_tcp *t, ra_tcp_conn *c) {
     int error = 0;
     socklen_t n = sizeof error;
     if (getsockopt(c->fd, SOL_SOCKET, SO_ERROR, &error, &n) || error) {
-        ra_tcp_note(t, "rank %d at %s: %s", c->peer, t->d.addresses[c->peer], strerror(error));
+        ra_tcp_unreached(t, c, error);
         return RA_AGAIN;
     }
     c->stage = RA_TCP_AT_HELLO;
