@@ -15794,8 +15794,18 @@ static void ra__report_tiles(const ra_plan *p, int32_t rank, int32_t b, ra__tall
 static int64_t ra__report_array_tiles(const ra_plan *p, int32_t rank) {
     ra__side side = ra__plan_side(p, 0, rank);
     int64_t blocks = 0;
-    for (int64_t c = 0; c < p->keys.chunks; c++) blocks += ra__chunk_blocks(&p->keys.chunk[c]);
-    return ra__mul_sat(blocks, ra__side_blocks(&side, 0));
+    for (int32_t r = 0; r < p->d.ranks; r++)
+        blocks += ra__ceil_div(p->d.layout.k_rows[r], RA_BLOCK_TOKENS);
+    return ra__mul_sat(p->d.sequences * blocks, ra__side_blocks(&side, 0));
+}
+
+/* The tiles of all keys against the queries of a rank, of one head. */
+static ra__tally ra__report_rank_tiles(const ra_plan *p, int32_t rank) {
+    const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
+    ra__tally n = { { 0, 0, 0 } };
+    for (int32_t b = 0; b < p->d.sequences && !array; b++) ra__report_tiles(p, rank, b, &n);
+    if (array) n.tiles[RA__PARTIAL] = ra__report_array_tiles(p, rank);
+    return n;
 }
 
 /* Keys of sequence b below a position that some rank holds. */
@@ -15935,10 +15945,7 @@ static void ra__report_heads(const ra_plan *p, const ra__tally *one, ra_pass_fig
 }
 
 static void ra__report_all_tiles(const ra_plan *p, int32_t rank, ra_plan_report *r) {
-    const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
-    ra__tally one = { { 0, 0, 0 } }, q = one;          /* of one head */
-    for (int32_t b = 0; b < p->d.sequences && !array; b++) ra__report_tiles(p, rank, b, &one);
-    if (array) one.tiles[RA__PARTIAL] = ra__report_array_tiles(p, rank);
+    ra__tally one = ra__report_rank_tiles(p, rank), q = { { 0, 0, 0 } };
     ra__report_heads(p, &one, &r->forward);
     if (!p->d.train) return;
     if (p->d.backward_travel == RA_TRAVEL_Q) ra__report_q_tiles(p, rank, &q);
@@ -17938,53 +17945,19 @@ static int ra__ring_list(const ra_ring *r) {
     return n;
 }
 
-/* Upper bounds for one rank in one pass. seen: non-empty tiles, from the ranges of positions that
- * its query blocks can see. all: every query block times every key block. */
-typedef struct ra__tile_bound { int64_t seen, all; } ra__tile_bound;
-
-/* Adds those of sequence b, which has `keys` blocks of keys. A span of positions may reach into one
- * more block than it has room for, with stripes into one more of each rank. */
-static void ra__tile_bound_rank(const ra_plan *p, int32_t rank, int32_t b, int64_t keys,
-                                ra__tile_bound *n) {
-    const int64_t loose = p->d.layout.kind == RA_LAYOUT_STRIPED ? p->d.ranks : 1;
-    const int64_t block = RA_BLOCK_TOKENS;
-    const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
-    ra__query_walk w = ra__queries_of(p, rank, b);
-    const ra__bounds *x = &w.bounds;
-    const int64_t tiles = keys * ra__side_blocks(&w.side, b);
-    n->all += tiles;
-    if (array) n->seen += tiles;
-    while (!array && ra__queries_next(&w)) {
-        int64_t seen = 0;
-        if (x->lo_min < x->hi_max)
-            seen += ra__ceil_div((int64_t)x->hi_max - x->lo_min, block) + loose;
-        if (x->doc_min < x->keep_max)
-            seen += ra__ceil_div((int64_t)x->keep_max - x->doc_min, block) + loose;
-        n->seen += ra__min(seen, keys);
-    }
-}
-
-/* An upper bound on the tiles that are not empty on any one rank. Under RA_TRAVEL_Q a rank computes
- * what all queries see of its keys: at most what is seen on all ranks together, and at most all
- * tiles of one rank. */
-static int64_t ra__tile_bound_most(const ra_plan *p, int backward) {
-    const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
-    const int64_t *at = p->place_begin;    /* ARRAY has no places; its sequences are alike */
-    ra__tile_bound most = { 0, 0 };
-    int64_t total = 0, keys = 0, tiles;
-    for (int64_t c = 0; array && c < p->keys.chunks && !p->keys.chunk[c].sequence; c++)
-        keys += ra__chunk_blocks(&p->keys.chunk[c]);
+/* The most tiles that any one rank computes in a pass. Under RA_TRAVEL_Q a rank computes what all
+ * queries see of its keys, and this is a bound: at most what is seen on all ranks together, and at
+ * most all tiles of one rank. */
+static int64_t ra__most_tiles(const ra_plan *p, int backward) {
+    int64_t most = 0, total = 0, all = 0, tiles;
     for (int32_t r = 0; r < p->d.ranks; r++) {
-        ra__tile_bound n = { 0, 0 };
-        for (int32_t b = 0; b < p->d.sequences; b++) {
-            if (!array) keys = p->place[at[b + 1]].blocks - p->place[at[b]].blocks;
-            ra__tile_bound_rank(p, r, b, keys, &n);
-        }
-        most.seen = ra__max(most.seen, n.seen);
-        most.all = ra__max(most.all, n.all);
-        total += n.seen;
+        const ra__tally n = ra__report_rank_tiles(p, r);
+        tiles = ra__tally_seen(&n);
+        most = ra__max(most, tiles);
+        total = ra__add_sat(total, tiles);
+        all = ra__max(all, ra__add_sat(tiles, n.tiles[RA__EMPTY]));
     }
-    tiles = backward && p->d.backward_travel == RA_TRAVEL_Q ? ra__min(total, most.all) : most.seen;
+    tiles = backward && p->d.backward_travel == RA_TRAVEL_Q ? ra__min(total, all) : most;
     return ra__mul(tiles, p->d.q_heads, &tiles) ? tiles : INT64_MAX;
 }
 
@@ -17997,7 +17970,7 @@ static int64_t ra__ring_patience(ra_ring *r) {
     int64_t done = ra__load_i64(&c->tiles_partial) + ra__load_i64(&c->tiles_full), ns;
     if (r->rd.watchdog_ns) return r->rd.watchdog_ns;
     if (!ra__load_i64(&r->most_tiles))
-        ra__store_i64(&r->most_tiles, ra__max(1, ra__tile_bound_most(r->plan, r->lists->backward)));
+        ra__store_i64(&r->most_tiles, ra__max(1, ra__most_tiles(r->plan, r->lists->backward)));
     ns = (int64_t)400 * (d->k_dim + d->v_dim);         /* a tile at 20 GFLOP/s */
     if (r->lists->backward) ns *= 3;
     if (done) ns = ra__load_i64(&c->compute_ns) / done;
