@@ -896,7 +896,7 @@ typedef struct ra_ring ra_ring;
 
 enum { RA_EV_TILE = 1, RA_EV_SEND, RA_EV_RECV, RA_EV_WAIT, RA_EV_PASS, RA_EV_FAIL,
        RA_EV_BEGIN, RA_EV_POST_SEND, RA_EV_POST_RECV, /* a pass begins; a message may be posted */
-       RA_EV_TOLD, RA_EV_HEARD,        /* a message without a chunk was sent, was received */
+       RA_EV_SEND_CONTROL, RA_EV_RECV_CONTROL, /* a message without a chunk was sent, received */
        RA_EV_FOLD,                     /* all tasks of this rank have folded all chunks up to it */
        RA_EV_ABORT };                  /* the transport's abort was called; not traced */
 enum { RA_EVENTS = 64 };               /* how many events a ring remembers */
@@ -17727,7 +17727,7 @@ static void ra__ring_op_event(ra_ring *r, const ra_transport_op *op, int posted,
     ra_event e = ra__event_none();
     int32_t kind = sending ? RA_EV_SEND : RA_EV_RECV;
     if (posted) kind = sending ? RA_EV_POST_SEND : RA_EV_POST_RECV;
-    else if (chunk < 0) kind = sending ? RA_EV_TOLD : RA_EV_HEARD;
+    else if (chunk < 0) kind = sending ? RA_EV_SEND_CONTROL : RA_EV_RECV_CONTROL;
     e.peer = ra__ring_rank_of(r, op->peer);
     if (e.peer == r->rank) return;     /* as ra__queue_look */
     if (chunk >= 0) {
@@ -19690,7 +19690,8 @@ RINGATTN_API int ra_ring_events(const ra_ring *ring, ra_event *out, int most) {
 RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char *to) {
     static const char *const kind[RA_EV_ABORT + 1] = {
         "?", "tiles", "sent", "received", "waited", "pass ended", "pass failed", "pass began",
-        "posted a send", "posted a receive", "told", "heard", "folded", "aborted the transport" };
+        "posted a send", "posted a receive", "sent a control message", "received a control message",
+        "folded", "aborted the transport" };
     const char *what[] = { ", us #", ", peer #", ", chunk #", ", hop #", ", bytes #" };
     ra__text x = { to, RA_TEXT_BYTES, 0 };
     if (!e || !to) return to;

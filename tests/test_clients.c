@@ -779,8 +779,10 @@ TEST(trace_and_progress) {
             CHECK_EQ(w->count[RA_EV_RECV], rep.forward.chunks_in);
             CHECK_EQ(w->count[RA_EV_SEND], rep.forward.chunks_out);
             CHECK_EQ(w->count[RA_EV_BEGIN], 1);
-            CHECK_EQ(w->count[RA_EV_POST_SEND], w->count[RA_EV_SEND] + w->count[RA_EV_TOLD]);
-            CHECK_EQ(w->count[RA_EV_POST_RECV], w->count[RA_EV_RECV] + w->count[RA_EV_HEARD]);
+            CHECK_EQ(w->count[RA_EV_POST_SEND],
+                     w->count[RA_EV_SEND] + w->count[RA_EV_SEND_CONTROL]);
+            CHECK_EQ(w->count[RA_EV_POST_RECV],
+                     w->count[RA_EV_RECV] + w->count[RA_EV_RECV_CONTROL]);
             CHECK_EQ(w->count[RA_EV_ABORT], 0);
             CHECK_EQ(c->chunks_in, rep.forward.chunks_in);
             CHECK_EQ(c->bytes_in, rep.forward.shared_bytes_in);

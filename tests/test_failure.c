@@ -1621,7 +1621,7 @@ static int one_death(const rig *g, int passes, int steps) {
         CHECK(e[n - 4].kind != RA_EV_WAIT);
         for (int i = 0; i < n; i++) {
             if (e[i].kind == RA_EV_POST_RECV && open < 0) open = i;
-            if ((e[i].kind == RA_EV_RECV || e[i].kind == RA_EV_HEARD) && open >= 0 &&
+            if ((e[i].kind == RA_EV_RECV || e[i].kind == RA_EV_RECV_CONTROL) && open >= 0 &&
                 e[i].chunk == e[open].chunk)
                 for (open++; open < n && e[open].kind != RA_EV_POST_RECV; open++) { }
         }
