@@ -1716,7 +1716,7 @@ typedef struct ra__stream {
     uintptr_t at;
     int64_t jump;
     int32_t left, lines;               /* of this stretch, of each */
-    int32_t level_1;                   /* 1: see ra__bf_decode_prefetch */
+    int32_t level1;                   /* 1: see ra__bf_decode_prefetch */
 } ra__stream;
 
 /* Decoding: up to 4 query rows that read the same kv head, in the kernel's own order of dims. acc
@@ -6124,7 +6124,7 @@ enum { RA__BF_DECODE_UNIT = 8 };       /* dims per step; keys per group with one
  * tokens over 32768 keys, 32/8 heads of D 128, 7.7 -> 5.0 ms, 4 tokens 11.1 -> 9.0; beside one four
  * 4.9 -> 5.3. */
 RA__BF_INLINE void ra__bf_decode_prefetch(ra__stream *a, const int32_t n, const int32_t nf) {
-    if (nf < 2 || !a->level_1) {
+    if (nf < 2 || !a->level1) {
         ra__stream_prefetch(a, n);
         return;
     }
@@ -12527,7 +12527,7 @@ static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
         x->rows_ahead[i] = ra__round_up(ra__max(most, bytes / all), most);
         x->ahead[i].lines = x->ahead[i].left = (int32_t)ra__ceil_div(rows * all, 64);
         x->ahead[i].jump = rows * token - (int64_t)x->ahead[i].lines * 64;
-        x->ahead[i].level_1 = ra__decodes_near();
+        x->ahead[i].level1 = ra__decodes_near();
     }
 }
 
