@@ -7483,11 +7483,11 @@ static const ra__kernel ra__kernel_q8 = {
  *   O^T: A = V^T, 16 dims x 32 keys, packed;   B = p, 16 pairs of keys x 16 query rows
  * and C is a part of s or acc with rows 256 bytes apart. Dk, Dv and keys are rounded up to 32.
  *
- * An item is 64 keys against 32 query rows. One stage mixes three items: the products K Q of item
- * i, the pieces of item i - 1 and the products V P of item i - 2. A few pieces follow each tile
+ * A half is 64 keys against 32 query rows: half of a tile. One stage mixes three halves: K Q of half
+ * i, the pieces of half i - 1 and V P of half i - 2. A few pieces follow each tile
  * product. On Granite Rapids:
  *   - A store of C directly after its last product stalls, so it comes among the first products of
- *     the next group.
+ *     the next quad.
  *   - K and V^T are loaded by TILELOADDT1; otherwise they push s, p and acc out of the L1 cache.
  *   - vdpbf16ps and vcvtne2ps2pbh beside tile products cost a third, so l is summed from p by masks
  *     and additions.
@@ -7505,12 +7505,12 @@ static const ra__kernel ra__kernel_q8 = {
 #define RA__AMX_STATIC RA__UNUSED RA__AMX_TARGET static
 #define RA__AMX_INLINE RA__INLINE RA__AMX_TARGET
 
-/* The items of a stage, and the sums that tiles 0 to 3 still hold. */
+/* The halves of a stage, and the sums that tiles 0 to 3 still hold. */
 typedef struct ra__amx_state {
-    ra__bf_strip item[3];
+    ra__bf_strip half[3];
     float *sums;                       /* where tiles 0 to 3 are to be stored; null: nowhere */
     int64_t sums_stride;               /* bytes from row to row there */
-    const ra__bf_strip *p_item;        /* forward: the item whose p is made */
+    const ra__bf_strip *p_half;        /* forward: the half whose p is made */
     const ra__bf_back *back;           /* backward: the block whose P and dS are made */
     int32_t row;                       /* backward: they are made for rows [row, row + 32) */
     int32_t piece, pieces;             /* the next piece, and how many there are */
@@ -7659,7 +7659,7 @@ RA__NOINLINE RA__AMX_TARGET void ra__amx_back_piece(const ra__bf_back *back, int
 /* The next n pieces of forward. */
 RA__AMX_INLINE void ra__amx_some_pieces(ra__amx_state *amx, int32_t n) {
     for (; n > 0 && amx->piece < amx->pieces; n--, amx->piece++)
-        ra__bf_piece(amx->p_item, amx->piece / 2 * 2, amx->piece % 2, 0);
+        ra__bf_piece(amx->p_half, amx->piece / 2 * 2, amx->piece % 2, 0);
 }
 
 RA__AMX_INLINE void ra__amx_back_next_piece(ra__amx_state *amx) {
@@ -7670,42 +7670,42 @@ RA__AMX_INLINE void ra__amx_back_next_piece(ra__amx_state *amx) {
 
 /* Four tiles of sums c[32][32] over `runs` runs of n steps of 32. A step takes two tiles of A, one
  * below the other, and two tiles of B, side by side with rows 256 bytes apart. */
-typedef struct ra__amx_group {
+typedef struct ra__amx_quad {
     const uint8_t *a, *b;
     int64_t a_stride, a_step, b_step;
     int64_t a_run, b_run;              /* from run to run */
     int32_t n, runs;
     float *c;
     int64_t c_stride;                  /* bytes */
-} ra__amx_group;
+} ra__amx_quad;
 
-/* The usual group: one run of n steps, each 16 rows of b further on; sums with rows of 64
+/* The usual quad: one run of n steps, each 16 rows of b further on; sums with rows of 64
  * floats. */
-RA__AMX_INLINE ra__amx_group ra__amx_group_of(int64_t a_stride, int64_t a_step, const float *b,
-                                              int32_t n) {
-    ra__amx_group group;
-    memset(&group, 0, sizeof group);
-    group.a_stride = a_stride;
-    group.a_step = a_step;
-    group.b = (const uint8_t *)b;
-    group.b_step = 16 * 256;
-    group.n = n;
-    group.runs = 1;
-    group.c_stride = 256;
-    return group;
+RA__AMX_INLINE ra__amx_quad ra__amx_quad_of(int64_t a_stride, int64_t a_step, const float *b,
+                                            int32_t n) {
+    ra__amx_quad quad;
+    memset(&quad, 0, sizeof quad);
+    quad.a_stride = a_stride;
+    quad.a_step = a_step;
+    quad.b = (const uint8_t *)b;
+    quad.b_step = 16 * 256;
+    quad.n = n;
+    quad.runs = 1;
+    quad.c_stride = 256;
+    return quad;
 }
 
 RA__AMX_INLINE void *ra__amx_sums_at(float *c, int64_t stride, int32_t i) {
     return (uint8_t *)c + i / 2 * 16 * stride + i % 2 * 64;
 }
 
-/* Stores the sums of the group before from tile i, and loads those of this one, or zeros. */
-RA__AMX_INLINE void ra__amx_swap_sums(ra__amx_state *amx, const ra__amx_group *group, int32_t i,
+/* Stores the sums of the quad before from tile i, and loads those of this one, or zeros. */
+RA__AMX_INLINE void ra__amx_swap_sums(ra__amx_state *amx, const ra__amx_quad *quad, int32_t i,
                                       const int32_t fresh) {
     if (amx->sums)
         ra__tile_store(amx, i, ra__amx_sums_at(amx->sums, amx->sums_stride, i), amx->sums_stride);
     if (fresh) ra__tile_zero(amx, i);
-    else ra__tile_load(amx, i, ra__amx_sums_at(group->c, group->c_stride, i), group->c_stride);
+    else ra__tile_load(amx, i, ra__amx_sums_at(quad->c, quad->c_stride, i), quad->c_stride);
 }
 
 enum { RA__AMX_FRESH = 1, RA__AMX_BACK = 2, RA__AMX_NEAR = 4 }; /* NEAR: A is in L1 */
@@ -7717,27 +7717,27 @@ RA__AMX_INLINE void ra__amx_load_a(ra__amx_state *amx, int32_t i, const uint8_t 
     else ra__tile_stream(amx, i, a, stride);
 }
 
-RA__AMX_INLINE void ra__amx_multiply(ra__amx_state *amx, const ra__amx_group *group,
+RA__AMX_INLINE void ra__amx_multiply(ra__amx_state *amx, const ra__amx_quad *quad,
                                      const int32_t form) {
-    const int64_t stride = group->a_stride;
+    const int64_t stride = quad->a_stride;
     int32_t first = 1;
-    for (int32_t run = 0; run < group->runs; run++) {
-        const uint8_t *a = group->a + run * group->a_run, *b = group->b + run * group->b_run;
-        for (int32_t k = 0; k < group->n; k++, a += group->a_step, b += group->b_step, first = 0) {
+    for (int32_t run = 0; run < quad->runs; run++) {
+        const uint8_t *a = quad->a + run * quad->a_run, *b = quad->b + run * quad->b_run;
+        for (int32_t k = 0; k < quad->n; k++, a += quad->a_step, b += quad->b_step, first = 0) {
             ra__amx_load_a(amx, 4, a, stride, form);
             ra__tile_load(amx, 6, b, 256);
             RA__UNROLL for (int32_t i = 0; i < 4; i++) {
                 if (i == 1) ra__tile_load(amx, 7, b + 64, 256);
                 if (i == 2) ra__amx_load_a(amx, 5, a + 16 * stride, stride, form);
-                if (first) ra__amx_swap_sums(amx, group, i, form & RA__AMX_FRESH);
+                if (first) ra__amx_swap_sums(amx, quad, i, form & RA__AMX_FRESH);
                 ra__tile_dot(amx, i);
                 if (form & RA__AMX_BACK) ra__amx_back_next_piece(amx);
                 else ra__amx_some_pieces(amx, amx->per_product);
             }
         }
     }
-    amx->sums = group->c;
-    amx->sums_stride = group->c_stride;
+    amx->sums = quad->c;
+    amx->sums_stride = quad->c_stride;
 }
 
 RA__AMX_INLINE void ra__amx_store_sums(ra__amx_state *amx) {
@@ -7747,29 +7747,29 @@ RA__AMX_INLINE void ra__amx_store_sums(ra__amx_state *amx) {
     amx->sums = NULL;
 }
 
-/* s = K Q^T of an item. */
+/* s = K Q^T of a half. */
 RA__AMX_INLINE void ra__amx_scores(ra__amx_state *amx, const ra__bf_strip *strip,
                                    const int32_t form) {
-    ra__amx_group group = ra__amx_group_of(strip->keys->k_stride, 64, strip->panel->q + strip->row,
-                                           (strip->k_dim + 31) / 32);
+    ra__amx_quad quad = ra__amx_quad_of(strip->keys->k_stride, 64, strip->panel->q + strip->row,
+                                        (strip->k_dim + 31) / 32);
     for (int32_t j = strip->first; j < strip->last; j += 32) {
-        group.a = strip->keys->k + j * group.a_stride;
-        group.c = strip->scores + j * 64 + strip->row;
-        ra__amx_multiply(amx, &group, form | RA__AMX_FRESH);
+        quad.a = strip->keys->k + j * quad.a_stride;
+        quad.c = strip->scores + j * 64 + strip->row;
+        ra__amx_multiply(amx, &quad, form | RA__AMX_FRESH);
         ra__prefetch_some(strip->panel->prefetch);
     }
 }
 
-/* acc += V^T p of an item. */
+/* acc += V^T p of a half. */
 RA__AMX_INLINE void ra__amx_values(ra__amx_state *amx, const ra__bf_strip *strip,
                                    const int32_t form) {
-    ra__amx_group group = ra__amx_group_of(64, strip->keys->v_stride,
-                                           strip->p_pairs + strip->first / 2 * 64 + strip->row,
-                                           (strip->last - strip->first) / 32);
+    ra__amx_quad quad = ra__amx_quad_of(64, strip->keys->v_stride,
+                                        strip->p_pairs + strip->first / 2 * 64 + strip->row,
+                                        (strip->last - strip->first) / 32);
     for (int32_t d = 0; d < strip->v_dim; d += 32) {
-        group.a = strip->keys->v + strip->first / 32 * group.a_step + d * 64;
-        group.c = strip->panel->acc + d * 64 + strip->row;
-        ra__amx_multiply(amx, &group, form);
+        quad.a = strip->keys->v + strip->first / 32 * quad.a_step + d * 64;
+        quad.c = strip->panel->acc + d * 64 + strip->row;
+        ra__amx_multiply(amx, &quad, form);
         ra__prefetch_some(strip->panel->prefetch);
     }
 }
@@ -7795,7 +7795,7 @@ RA__AMX_STATIC void ra__amx_values_dirty(const ra__bf_strip *strip) {
         }
 }
 
-/* Before the pieces of an item: modifies and masks its scores if needed, and gives rows without a
+/* Before the pieces of a half: modifies and masks its scores if needed, and gives rows without a
  * maximum one. */
 RA__AMX_STATIC void ra__amx_prepare_p(ra__bf_strip *strip) {
     const int32_t modified = ra__score_is_modified(&strip->panel->score);
@@ -7809,7 +7809,7 @@ RA__AMX_STATIC void ra__amx_prepare_p(ra__bf_strip *strip) {
     for (int32_t t = 0; t < 2 && fresh; t++) ra__bf_raise_max(strip, t, 0);
 }
 
-/* After the pieces of an item: computes p again for rows whose l exceeds the limit. */
+/* After the pieces of a half: computes p again for rows whose l exceeds the limit. */
 RA__AMX_STATIC void ra__amx_redo_past_limit(ra__amx_state *amx, ra__bf_strip *strip) {
     __mmask16 over[4] = {0, 0, 0, 0};
     if (!ra__bf_past_limit(strip, over)) return;
@@ -7818,30 +7818,30 @@ RA__AMX_STATIC void ra__amx_redo_past_limit(ra__amx_state *amx, ra__bf_strip *st
     ra__bf_pieces_from_scores(strip, over);
 }
 
-/* One stage: the scores of one item, the pieces of another, the values of a third. Each may be
+/* One stage: the scores of one half, the pieces of another, the values of a third. Each may be
  * null. */
-RA__AMX_STATIC void ra__amx_stage(ra__amx_state *amx, ra__bf_strip *s_item, ra__bf_strip *p_item,
-                                  ra__bf_strip *v_item) {
+RA__AMX_STATIC void ra__amx_stage(ra__amx_state *amx, ra__bf_strip *s_half, ra__bf_strip *p_half,
+                                  ra__bf_strip *v_half) {
     int32_t products = 0;
-    const int32_t dirty = v_item && v_item->masked && !v_item->keys->v_clean;
-    if (s_item) products += (s_item->last - s_item->first) / 8 * ((s_item->k_dim + 31) / 32);
-    if (v_item && !dirty)
-        products += (v_item->last - v_item->first) / 8 * ((v_item->v_dim + 31) / 32);
-    if (p_item) ra__amx_prepare_p(p_item);
-    amx->p_item = p_item;
-    amx->piece = p_item ? p_item->first : 0;
-    amx->pieces = p_item ? p_item->last : 0;
+    const int32_t dirty = v_half && v_half->masked && !v_half->keys->v_clean;
+    if (s_half) products += (s_half->last - s_half->first) / 8 * ((s_half->k_dim + 31) / 32);
+    if (v_half && !dirty)
+        products += (v_half->last - v_half->first) / 8 * ((v_half->v_dim + 31) / 32);
+    if (p_half) ra__amx_prepare_p(p_half);
+    amx->p_half = p_half;
+    amx->piece = p_half ? p_half->first : 0;
+    amx->pieces = p_half ? p_half->last : 0;
     amx->per_product = products ? (amx->pieces - amx->piece + products - 1) / products : 0;
-    if (s_item) ra__amx_scores(amx, s_item, 0);
-    if (v_item && !dirty) ra__amx_values(amx, v_item, 0);
-    if (p_item) ra__amx_some_pieces(amx, 64);
-    if (!v_item || dirty) ra__amx_store_sums(amx);
-    if (dirty) ra__amx_values_dirty(v_item);
-    if (p_item) ra__amx_redo_past_limit(amx, p_item);
+    if (s_half) ra__amx_scores(amx, s_half, 0);
+    if (v_half && !dirty) ra__amx_values(amx, v_half, 0);
+    if (p_half) ra__amx_some_pieces(amx, 64);
+    if (!v_half || dirty) ra__amx_store_sums(amx);
+    if (dirty) ra__amx_values_dirty(v_half);
+    if (p_half) ra__amx_redo_past_limit(amx, p_half);
 }
 
-/* The next item from (*block, *row) on. Returns 0 if there is none. */
-RA__AMX_STATIC int32_t ra__amx_next_item(ra__bf_strip *strip, const ra__keys *keys,
+/* The next half from (*block, *row) on. Returns 0 if there is none. */
+RA__AMX_STATIC int32_t ra__amx_next_half(ra__bf_strip *strip, const ra__keys *keys,
                                          const int8_t *kind, int32_t count, int32_t *block,
                                          int32_t *row) {
     for (; *block < count; ++*block, *row = 0) {
@@ -7873,14 +7873,14 @@ RA__AMX_STATIC void ra__fold_amx(const ra__panel *panel, const ra__keys *keys, c
     amx.sums = NULL;
     ra__tile_begin(&amx);
     for (int32_t i = 0; i == 0 || before[0] || before[1]; i++) {
-        ra__bf_strip *strip = &amx.item[i % 3];
+        ra__bf_strip *strip = &amx.half[i % 3];
         strip->panel = panel;
         strip->k_dim = d->k_dim;
         strip->v_dim = d->v_dim;
         strip->scores = s + i % 2 * 64 * 64;
         strip->p_pairs = s + 2 * 64 * 64 + i % 2 * 32 * 64;
         strip->bias = s + 3 * 64 * 64;
-        if (!ra__amx_next_item(strip, keys, kind, count, &block, &row)) strip = NULL;
+        if (!ra__amx_next_half(strip, keys, kind, count, &block, &row)) strip = NULL;
         ra__amx_stage(&amx, strip, before[0], before[1]);
         before[1] = before[0];
         before[0] = strip;
@@ -7934,8 +7934,8 @@ RA__AMX_STATIC void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__
  *   S^T, dP^T: A = K, V as stored, 16 keys x 32 dims;   B = q, g, 16 pairs of dims x 16 query rows
  *   dQ^T:      A = K^T, 16 dims x 32 keys, packed;      B = dS, 16 pairs of keys x 16 query rows
  *   dV, dK:    A = P, dS, 16 keys x 32 query rows;      B = dO, Q, 16 pairs of rows x 16 columns
- * An item is 32 rows of a panel against 64 keys. One stage mixes three items: the products for S
- * and dP of item i, P and dS of item i - 1, and dQ of item i - 2. dV and dK follow whenever two
+ * A half is 32 rows of a panel against 64 keys. One stage mixes three halves: the products for S
+ * and dP of half i, P and dS of half i - 1, and dQ of half i - 2. dV and dK follow whenever two
  * panels are complete, because single panels would load and store the sums too often. */
 typedef struct ra__amx_back_state {
     ra__amx_state amx;
@@ -7985,32 +7985,32 @@ RA__AMX_STATIC void ra__amx_copy_edge(const ra__bf_key_grad *grad, int32_t d, in
 RA__AMX_STATIC void ra__amx_add_key_grad(void *state, const ra__bf_key_grad *grad) {
     ra__amx_state *amx = (ra__amx_state *)state;
     float edge[32 * 32];
-    ra__amx_group group = ra__amx_group_of(128, 64, NULL, 2);
+    ra__amx_quad quad = ra__amx_quad_of(128, 64, NULL, 2);
     if (grad->jobs->v_in_k || ra__bf_is_dirty(grad->jobs)) ra__amx_store_sums(amx);
     if (ra__bf_is_dirty(grad->jobs)) {
         ra__bf_add_key_grad_dirty(grad);
         return;
     }
-    group.a_run = 2 * RA__BF_SLOT;
-    group.runs = grad->panels;
+    quad.a_run = 2 * RA__BF_SLOT;
+    quad.runs = grad->panels;
     if (grad->panels == 2)
-        group.b_run = (const uint8_t *)grad->row_pairs[1] - (const uint8_t *)grad->row_pairs[0];
+        quad.b_run = (const uint8_t *)grad->row_pairs[1] - (const uint8_t *)grad->row_pairs[0];
     for (int32_t d = 0; d < grad->dim; d += 32)
         for (int32_t j = 0; j < grad->jobs->keys->n; j += 32) {
             const int32_t whole = grad->dim - d >= 32 && grad->jobs->keys->n - j >= 32;
-            group.a = (const uint8_t *)(grad->a + j * 64);
-            group.b = (const uint8_t *)(grad->row_pairs[0] + d / 64 * 64 * 32 + d % 64);
-            group.c = whole ? grad->to + j * grad->stride + d : edge;
-            group.c_stride = whole ? grad->stride * 4 : 128;
+            quad.a = (const uint8_t *)(grad->a + j * 64);
+            quad.b = (const uint8_t *)(grad->row_pairs[0] + d / 64 * 64 * 32 + d % 64);
+            quad.c = whole ? grad->to + j * grad->stride + d : edge;
+            quad.c_stride = whole ? grad->stride * 4 : 128;
             if (!whole) ra__amx_copy_edge(grad, d, j, edge, 0);
-            ra__amx_multiply(amx, &group, RA__AMX_BACK | RA__AMX_NEAR);
+            ra__amx_multiply(amx, &quad, RA__AMX_BACK | RA__AMX_NEAR);
             if (whole) continue;
             ra__amx_store_sums(amx);
             ra__amx_copy_edge(grad, d, j, edge, 1);
         }
 }
 
-/* The products that use item k: dQ, and dV and dK after the last item of two panels. */
+/* The products that use half k: dQ, and dV and dK after the last half of two panels. */
 RA__AMX_STATIC void ra__amx_back_consume(ra__amx_back_state *all, int32_t k) {
     const int32_t i = k / 2, n = i % 2 + 1;
     ra__bf_back *back = &all->under_way[i % 2];
@@ -8026,7 +8026,7 @@ RA__AMX_STATIC void ra__amx_back_consume(ra__amx_back_state *all, int32_t k) {
                          ra__amx_add_key_grad, &all->amx);
 }
 
-/* Spreads the pieces of item k over the products of S, dP and dQ of other items. */
+/* Spreads the pieces of half k over the products of S, dP and dQ of other halves. */
 RA__AMX_STATIC void ra__amx_back_plan_pieces(ra__amx_back_state *all, int32_t k) {
     const int64_t dims =
         2 * ra__round_up(all->jobs->k_dim, 32) + ra__round_up(all->jobs->v_dim, 32);
@@ -8041,15 +8041,15 @@ RA__AMX_STATIC void ra__amx_back_plan_pieces(ra__amx_back_state *all, int32_t k)
     if (k % 2) ra__bf_back_general(amx->back);
 }
 
-/* Stage k: S and dP of item k, the pieces of item k - 1, the products that use item k - 2. */
+/* Stage k: S and dP of half k, the pieces of half k - 1, the products that use half k - 2. */
 RA__AMX_STATIC void ra__amx_back_stage(ra__amx_back_state *all, int32_t k) {
-    const int32_t items = 2 * all->count;
+    const int32_t halves = 2 * all->count;
     ra__amx_state *amx = &all->amx;
     ra__bf_back *back = &all->under_way[k / 2 % 2];
     amx->piece = amx->pieces = 0;
-    if (k < items && k % 2 == 0) ra__amx_back_begin(back, all->jobs + k / 2, k / 2);
-    if (k > 0 && k <= items) ra__amx_back_plan_pieces(all, k - 1);
-    if (k < items) {
+    if (k < halves && k % 2 == 0) ra__amx_back_begin(back, all->jobs + k / 2, k / 2);
+    if (k > 0 && k <= halves) ra__amx_back_plan_pieces(all, k - 1);
+    if (k < halves) {
         back->s.row = back->dp.row = k % 2 * 32;
         ra__amx_scores(amx, &back->s, RA__AMX_BACK);
         ra__amx_scores(amx, &back->dp, RA__AMX_BACK);
