@@ -13507,10 +13507,10 @@ typedef struct ra__sizes {
     ra__counts forward, back;
 } ra__sizes;
 
-/* Hashes of AGREED values as the caller set them, one for each group. */
+/* Hashes of AGREED values as the caller set them, one for each topic. */
 enum { RA__AGREE_SIZES, RA__AGREE_DTYPES, RA__AGREE_MASK, RA__AGREE_LAYOUT, RA__AGREE_SCORES,
-       RA__AGREE_TRAINING, RA__AGREE_MESSAGES, RA__AGREE_PARTS };
-typedef struct ra__agreed { uint64_t part[RA__AGREE_PARTS]; } ra__agreed;
+       RA__AGREE_TRAINING, RA__AGREE_MESSAGES, RA__AGREE_TOPICS };
+typedef struct ra__agreed { uint64_t topic[RA__AGREE_TOPICS]; } ra__agreed;
 
 /* A rank whose keys are read, and how many entries of the fold list are done when they are not read
  * again. */
@@ -14815,7 +14815,7 @@ typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chun
     uint32_t sum[2];                   /* CRC-32C of what follows, or 0: [1] if the message has this
                                         * length, [0] if it has another. If messages carry addresses
                                         * [0] is the address space of the sender */
-    uint64_t parts, check;             /* a byte of each part of the hash; hash of all before */
+    uint64_t topics, check;            /* a byte of the hash of each topic; hash of all before */
 } ra__frame;
 
 typedef struct ra__address {           /* instead of the chunk, where memory is shared */
@@ -15008,7 +15008,7 @@ struct ra_ring {
                                         * in one of the same kind and plan */
     uint64_t met_with[RA__MET];        /* hashes of what plans agree on, and of the kind of pass */
     int64_t met_count;
-    uint64_t differ;                   /* parts in which the frame that failed differs */
+    uint64_t differ;                   /* topics in which the frame that failed differs */
     int32_t corrupt;                   /* 1: not the frame but what follows it was wrong */
     ra__back back;                     /* backward from here on */
     ra__view d_kv[2];                  /* the caller's dK and dV */
@@ -15276,7 +15276,7 @@ static uint64_t ra__hash_fields(const int64_t *fields, size_t n) {
 }
 
 /* Hashes the AGREED fields of d as they are set, except mask, layout and arrays. */
-static void ra__agree_plain(const ra_desc *d, uint64_t *part) {
+static void ra__agree_plain(const ra_desc *d, uint64_t *topic) {
     const int64_t sizes[] = { RINGATTN_VERSION, d->sequences, d->ranks, d->q_heads, d->kv_heads,
                               d->k_dim, d->v_dim, d->v_in_k, d->v_column, d->tokens, d->kv_tokens,
                               d->q_offset };
@@ -15284,13 +15284,13 @@ static void ra__agree_plain(const ra_desc *d, uint64_t *part) {
     const int64_t training[] = { d->train, d->grad_dtype, d->grad_return, d->backward_travel };
     const int64_t messages[] = { d->chunk_tokens, d->buffers, d->order };
     const float scores[] = { d->scale, d->softcap };
-    part[RA__AGREE_SIZES] = ra__hash_fields(sizes, sizeof sizes / sizeof *sizes);
-    part[RA__AGREE_DTYPES] = ra__hash_fields(dtypes, sizeof dtypes / sizeof *dtypes);
-    part[RA__AGREE_SCORES] = ra__hash(ra__hash_i64(RA__HASH_START, d->scores), scores,
-                                      sizeof scores);
-    part[RA__AGREE_TRAINING] = ra__hash(ra__hash_fields(training, 4), &d->dropout,
-                                        sizeof d->dropout);
-    part[RA__AGREE_MESSAGES] = ra__hash(ra__hash_fields(messages, 3), &d->rates, sizeof d->rates);
+    topic[RA__AGREE_SIZES] = ra__hash_fields(sizes, sizeof sizes / sizeof *sizes);
+    topic[RA__AGREE_DTYPES] = ra__hash_fields(dtypes, sizeof dtypes / sizeof *dtypes);
+    topic[RA__AGREE_SCORES] = ra__hash(ra__hash_i64(RA__HASH_START, d->scores), scores,
+                                       sizeof scores);
+    topic[RA__AGREE_TRAINING] = ra__hash(ra__hash_fields(training, 4), &d->dropout,
+                                         sizeof d->dropout);
+    topic[RA__AGREE_MESSAGES] = ra__hash(ra__hash_fields(messages, 3), &d->rates, sizeof d->rates);
 }
 
 static uint64_t ra__agree_layout(const ra_layout *l, int32_t ranks) {
@@ -15312,23 +15312,24 @@ static void ra__agree(const ra_desc *d, const ra_desc *full, ra__agreed *out) {
     uint64_t h = ra__hash_fields(mask, sizeof mask / sizeof *mask);
     h = ra__hash_array(h, m->doc_first, m->doc_count, 8);
     h = ra__hash_array(h, m->lo, m->interval_count, 4);
-    ra__agree_plain(d, out->part);
-    out->part[RA__AGREE_MASK] = ra__hash_array(h, m->hi, m->interval_count, 4);
-    h = ra__hash_array(out->part[RA__AGREE_SIZES], d->tokens_of, full->sequences, 8);
-    out->part[RA__AGREE_SIZES] = ra__hash_array(h, d->kv_tokens_of, full->sequences, 8);
-    out->part[RA__AGREE_LAYOUT] = ra__agree_layout(&d->layout, full->ranks);
+    ra__agree_plain(d, out->topic);
+    out->topic[RA__AGREE_MASK] = ra__hash_array(h, m->hi, m->interval_count, 4);
+    h = ra__hash_array(out->topic[RA__AGREE_SIZES], d->tokens_of, full->sequences, 8);
+    out->topic[RA__AGREE_SIZES] = ra__hash_array(h, d->kv_tokens_of, full->sequences, 8);
+    out->topic[RA__AGREE_LAYOUT] = ra__agree_layout(&d->layout, full->ranks);
 }
 
 /* The same of a plan, with what must be equal in the tensors that ranks pass to a call. */
 static ra__agreed ra__agree_call(const ra_plan *p, const ra_tensors *t) {
     const ra_desc *d = &p->d;
     ra__agreed a = p->agreed;
-    uint64_t h = a.part[RA__AGREE_SCORES];
+    uint64_t h = a.topic[RA__AGREE_SCORES];
     if (d->scores & RA_SCORE_ALIBI) h = ra__hash_array(h, t->alibi, d->q_heads, 4);
     if (d->scores & RA_SCORE_SINKS) h = ra__hash_array(h, t->sinks, d->q_heads, 4);
-    a.part[RA__AGREE_SCORES] = h;
+    a.topic[RA__AGREE_SCORES] = h;
     if (d->dropout > 0.0f)
-        a.part[RA__AGREE_TRAINING] = ra__hash(a.part[RA__AGREE_TRAINING], &t->seed, sizeof t->seed);
+        a.topic[RA__AGREE_TRAINING] = ra__hash(a.topic[RA__AGREE_TRAINING], &t->seed,
+                                               sizeof t->seed);
     return a;
 }
 
@@ -17220,13 +17221,13 @@ static int32_t ra__ring_event_hop(const ra_ring *r, int64_t c, int32_t receiver)
 
 /* Adds what the ranks disagree about, what is corrupt, or a deadline that was no absolute time. */
 static void ra__failure_hint(const ra_ring *r, const ra_failure *f, ra__text *x) {
-    static const char *const name[RA__AGREE_PARTS + 1] = {
+    static const char *const name[RA__AGREE_TOPICS + 1] = {
         "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
         "forward or backward, gradients, dropout or seed",
         "chunk_tokens, buffers, order, rates, trust_plans or checksums",
         "the address space, although the transport declares RA_CAP_SHARED" };
     const char *comma = ": ";
-    for (int i = 0; i <= RA__AGREE_PARTS && f->status == RA_E_MISMATCH; i++) {
+    for (int i = 0; i <= RA__AGREE_TOPICS && f->status == RA_E_MISMATCH; i++) {
         if (!(r->differ >> 8 * i & 255)) continue;
         ra__put(x, comma);
         ra__put(x, name[i]);
@@ -17368,10 +17369,10 @@ static uint32_t ra__address_space(void) {
 static void ra__ring_agree(ra_ring *r) {
     if (r->agreed_known) return;
     r->agreed = ra__agree_call(r->plan, &r->t);
-    r->agreed.part[RA__AGREE_MESSAGES] =
-        ra__hash_i64(r->agreed.part[RA__AGREE_MESSAGES], r->rd.trust_plans | r->rd.checksums << 1);
-    r->agreed.part[RA__AGREE_TRAINING] =
-        ra__hash_i64(r->agreed.part[RA__AGREE_TRAINING], r->lists->backward);
+    r->agreed.topic[RA__AGREE_MESSAGES] =
+        ra__hash_i64(r->agreed.topic[RA__AGREE_MESSAGES], r->rd.trust_plans | r->rd.checksums << 1);
+    r->agreed.topic[RA__AGREE_TRAINING] =
+        ra__hash_i64(r->agreed.topic[RA__AGREE_TRAINING], r->lists->backward);
     r->space = r->shared ? ra__address_space() : 0;
     r->agreed_known = 1;
 }
@@ -17401,16 +17402,16 @@ static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, 
     ra__frame f = ra__frame_of(kind, origin, r->pass, ra__hash_of(&r->agreed, sizeof r->agreed),
                                length);
     f.pass |= (int64_t)r->epoch << RA__EPOCH_BIT;
-    for (int i = 0; i < RA__AGREE_PARTS; i++) {
-        uint64_t h = r->agreed.part[i] ^ r->agreed.part[i] >> 29;
-        f.parts |= h * 0x9e3779b97f4a7c15u >> 56 << 8 * i;
+    for (int i = 0; i < RA__AGREE_TOPICS; i++) {
+        uint64_t h = r->agreed.topic[i] ^ r->agreed.topic[i] >> 29;
+        f.topics |= h * 0x9e3779b97f4a7c15u >> 56 << 8 * i;
     }
     f.chunk = (int32_t)chunk;
     f.sum[0] = r->space;
     return ra__frame_sealed(f);
 }
 
-/* Checks the frame of a message against the one that is due. *differ: parts of the hash that are
+/* Checks the frame of a message against the one that is due. *differ: topics whose hashes are
  * unlike, a byte each. */
 static ra_status ra__frame_check(const void *message, const ra__frame *due, uint64_t *differ) {
     ra__frame f;
@@ -17418,8 +17419,8 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due, uint
     if (f.magic != due->magic || f.abi != due->abi) return RA_E_PROTO;
     if (f.check != ra__frame_sealed(f).check) return RA_E_PROTO;
     const int elsewhere = due->sum[0] && f.sum[0] != due->sum[0];
-    *differ = f.parts ^ due->parts;
-    if (elsewhere) *differ |= (uint64_t)1 << 8 * RA__AGREE_PARTS;
+    *differ = f.topics ^ due->topics;
+    if (elsewhere) *differ |= (uint64_t)1 << 8 * RA__AGREE_TOPICS;
     if (f.hash != due->hash || elsewhere) return RA_E_MISMATCH;
     memcpy(f.sum, due->sum, sizeof f.sum);
     f.check = due->check;
@@ -19924,7 +19925,7 @@ static void ra__resume_note_state(ra_ring *r) {
 
 /* -------------------------------------------------------------------------- control messages */
 /* The hello of this rank: the state of its pass (RA__RANK_*) as chunk, the hash of the survivors as
- * length, and the hash of the pass before as parts. */
+ * length, and the hash of the pass before as topics. */
 static ra__frame ra__resume_hello(const ra_ring *r) {
     const struct ra__resume *x = r->resume;
     const int32_t state = (r->serves ? RA__RANK_COMPLETE : 0) |
@@ -19932,7 +19933,7 @@ static ra__frame ra__resume_hello(const ra_ring *r) {
         (ra__load_i32(&r->engine_failed) && !r->serves ? RA__RANK_ENGINE : 0);
     const uint64_t all = ra__hash_of(x->rank, (size_t)x->n * sizeof *x->rank);
     ra__frame f = ra__ring_frame(r, RA__FRAME_MEET, r->rank, state, (int64_t)all);
-    f.parts = r->earlier.plan ? ra__hash_of(&r->earlier.agreed, sizeof r->earlier.agreed) : 0;
+    f.topics = r->earlier.plan ? ra__hash_of(&r->earlier.agreed, sizeof r->earlier.agreed) : 0;
     return ra__frame_sealed(f);
 }
 
@@ -20000,7 +20001,7 @@ static int64_t ra__frame_pass(const ra__frame *f) {
 static void ra__resume_check_peer(ra_ring *r, int32_t i, uint64_t hash) {
     const ra__frame *f = &r->resume->peer[i].from_peer;
     const int64_t ahead = ra__frame_pass(f) - r->resume->pass;
-    const uint64_t its = ahead ? f->parts : f->hash;
+    const uint64_t its = ahead ? f->topics : f->hash;
     const int32_t rank = r->resume->rank[i];
     const char *why = NULL;
     if (!ahead && (f->chunk & RA__RANK_BACKWARD)) why = "has a backward pass: begin it anew";
@@ -20136,7 +20137,7 @@ static void ra__resume_report(ra_ring *r) {
     for (int32_t o = 0; o < p->d.ranks; o++)
         if (ra__resume_can_give(r, o)) ra__bit_set(gives, o);
     ra__frame f = ra__ring_frame(r, RA__FRAME_REPORT, r->rank, 0, v->bytes);
-    f.parts = ra__hash_of(need, (size_t)(v->bytes - RA__FRAME_BYTES));
+    f.topics = ra__hash_of(need, (size_t)(v->bytes - RA__FRAME_BYTES));
     f = ra__frame_sealed(f);
     memcpy(v->of + x->me * v->bytes, &f, sizeof f);
 }
@@ -20359,7 +20360,8 @@ static ra_status ra__resume_check_letter(ra_ring *r, int32_t i) {
     memcpy(&f, letter, sizeof f);
     const ra_status s = ra__resume_check(r, i, letter, hello ? RA__FRAME_MEET : RA__FRAME_REPORT,
                                          hello ? x->peer[x->me].from_peer.length : bytes);
-    if (s || hello || f.parts == ra__hash_of(letter + sizeof f, (size_t)bytes - sizeof f)) return s;
+    if (s || hello) return s;
+    if (f.topics == ra__hash_of(letter + sizeof f, (size_t)bytes - sizeof f)) return s;
     return ra__resume_refuse(r, RA_E_PROTO, i);
 }
 
@@ -21788,11 +21790,11 @@ static ra_status ra__cache_alarm(ra_cache *c) {
 }
 
 /* -------------------------------------------------------------------------- messages */
-/* f.parts is the hash of the descriptor alone, so that a mismatch can be explained. */
+/* f.topics is the hash of the descriptor alone, so that a mismatch can be explained. */
 static ra__frame ra__cache_frame(const ra_cache *c, int32_t kind, int32_t origin, int64_t length) {
     ra__frame f = ra__frame_of(kind, origin, c->call, ra__hash_of(c->agreed, sizeof c->agreed),
                                length);
-    f.parts = c->agreed[0];
+    f.topics = c->agreed[0];
     f.sum[0] = c->space;
     return ra__frame_sealed(f);
 }
