@@ -7483,9 +7483,9 @@ static const ra__kernel ra__kernel_q8 = {
  *   O^T: A = V^T, 16 dims x 32 keys, packed;   B = p, 16 pairs of keys x 16 query rows
  * and C is a part of s or acc with rows 256 bytes apart. Dk, Dv and keys are rounded up to 32.
  *
- * A half is 64 keys against 32 query rows: half of a tile. One stage mixes three halves: K Q of half
- * i, the pieces of half i - 1 and V P of half i - 2. A few pieces follow each tile
- * product. On Granite Rapids:
+ * A half is 64 keys against 32 query rows, half of a tile. One stage mixes three halves: K Q of
+ * half i, the pieces of half i - 1 and V P of half i - 2. A few pieces follow each tile product. On
+ * Granite Rapids:
  *   - A store of C directly after its last product stalls, so it comes among the first products of
  *     the next quad.
  *   - K and V^T are loaded by TILELOADDT1; otherwise they push s, p and acc out of the L1 cache.
