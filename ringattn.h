@@ -10233,11 +10233,11 @@ static int64_t ra__order_next(const ra_run *runs, int64_t n, int64_t after,
  * which all come before them; -1: there is none. Only runs that overlap are compared. */
 static int64_t ra__order_meet(const ra_run *runs, int64_t n, int64_t after, const int64_t *at,
                               int64_t m) {
-    int64_t reach = -1, group = 0, p = -1;
+    int64_t reach = -1, cluster = 0, p = -1;
     for (int64_t i = 0; i < m && p < 0; i++) {
         const ra_run *run = &runs[at[i]];
-        if (run->first > reach) group = i;
-        for (int64_t j = group; j < i && p < 0; j++)
+        if (run->first > reach) cluster = i;
+        for (int64_t j = cluster; j < i && p < 0; j++)
             if (ra__run_last(&runs[at[j]]) >= run->first) p = ra__runs_meet(&runs[at[j]], run);
         reach = ra__max(reach, ra__run_last(run));
     }
@@ -13416,7 +13416,7 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
  * the list. */
 
 enum { RA__FRAME_BYTES = 64, RA__ADDRESS_BYTES = 128 };
-enum { RA__GROUP_KEYS = 4096 };        /* keys after which the state of a task is stored */
+enum { RA__SERIES_KEYS = 4096 };       /* keys after which the state of a task is stored */
 
 /* Backward. The gradient of a chunk travels with the chunk. It starts at zero on the owner. The
  * owner adds its query rows whose unit is not below the key's (RA__AFTER; a unit is a block, or
@@ -14247,7 +14247,7 @@ typedef struct ra__play_rank {
                                         * visit, were sent, are back, had their second visit */
     int64_t next_send, next_receive, next_return; /* the earliest moments of these */
     int64_t busy;                      /* when it has folded everything before `fold` */
-    int64_t group, group_keys, group_from; /* forward: when the chunks that it folds together
+    int64_t series, series_keys, series_from; /* forward: when the chunks that it folds together
                                         * began, their keys, the first received one of them */
     int64_t released;                  /* when the latest slot that was reused became free */
     int64_t blocks, own, own_first, own_last; /* of this sequence: its blocks of what stays, of what
@@ -14276,7 +14276,7 @@ typedef struct ra__play {
     ra__play_work *work;               /* what this rank folds, in order */
     int64_t *come;                     /* [folds] when the chunks of this rank's fold list up to an
                                         * entry have come */
-    uint8_t *stores;                   /* forward, [folds]: 1: a group begins with this entry of
+    uint8_t *stores;                   /* forward, [folds]: 1: a series begins with this entry of
                                         * the fold list; all tasks are stored before it */
     int64_t count[3], works, comes, stored, last_slot; /* stored: the next one of `stores` */
     int32_t shift;                     /* of work, so that a pass fits into RA__WORK_BITS */
@@ -14484,23 +14484,24 @@ static int ra__play_again(const ra__tour *w, ra__play *y, int32_t rank, int64_t 
 }
 
 /* Folds chunk c on a rank, which may begin at `ready`. Forward, chunks that have come are folded as
- * a group of up to RA__GROUP_KEYS keys, and the buffers of a group become free together. */
-static void ra__play_group(const ra__tour *w, ra__play *y, int32_t rank, int64_t c, int64_t ready) {
+ * a series of up to RA__SERIES_KEYS keys, and the buffers of a series become free together. */
+static void ra__play_series(const ra__tour *w, ra__play *y, int32_t rank, int64_t c,
+                            int64_t ready) {
     ra__play_rank *s = &y->rank[rank];
     const int32_t n = w->p->d.buffers;
-    const int joins = !w->back && !w->p->d.engine && s->group_keys < RA__GROUP_KEYS &&
-                      s->group_keys && ready >> RA__MOMENT_BITS <= s->group >> RA__MOMENT_BITS;
+    const int joins = !w->back && !w->p->d.engine && s->series_keys < RA__SERIES_KEYS &&
+                      s->series_keys && ready >> RA__MOMENT_BITS <= s->series >> RA__MOMENT_BITS;
     const int64_t begin = joins ? s->busy : ra__max(s->busy, ready);
     const int own = y->chunk[c].owner == rank;
     if (!joins) {
-        s->group = begin;
-        s->group_keys = 0;
-        s->group_from = s->visited;
+        s->series = begin;
+        s->series_keys = 0;
+        s->series_from = s->visited;
     }
-    s->group_keys += ra__chunk_rows(&w->t->chunk[c]);
+    s->series_keys += ra__chunk_rows(&w->t->chunk[c]);
     s->busy = ra__play_after(y, begin, own ? ra__play_part(w, y, rank, c, 0)
                                            : ra__play_all(w, y, rank, c));
-    for (int64_t i = ra__max(s->group_from, s->visited - n + !own); i < s->visited + !own; i++)
+    for (int64_t i = ra__max(s->series_from, s->visited - n + !own); i < s->visited + !own; i++)
         ra__play_at(y, rank, i)->folded = s->busy;
     ra__play_note(w, y, rank, begin, ready, joins);
 }
@@ -14519,7 +14520,7 @@ static int ra__play_visit(const ra__tour *w, ra__play *y, int32_t rank) {
         s->sequence = chunk->sequence;
         s->blocks = ra__play_blocks(w, 1, rank, s->sequence);
         s->own = ra__play_blocks(w, 0, rank, s->sequence);
-        s->own_first = s->own_last = s->group_keys = 0;
+        s->own_first = s->own_last = s->series_keys = 0;
         ra__play_sample_masks(w, y, rank);
     }
     own = chunk->owner == rank;
@@ -14529,7 +14530,7 @@ static int ra__play_visit(const ra__tour *w, ra__play *y, int32_t rank) {
     if (!own && !ra__play_arrives(w, chunk, rank)) return (int)(++s->fold > 0);
     if (!own && s->visited == s->received) return 0;
     if (!own) ready = ra__play_at(y, rank, s->visited)->arrived + 1;
-    if (ra__need(w->t, c, rank) || (own && w->back)) ra__play_group(w, y, rank, c, ready);
+    if (ra__need(w->t, c, rank) || (own && w->back)) ra__play_series(w, y, rank, c, ready);
     if (leaves) {
         if (s->started == s->ended) s->own_next = c;
         s->own_folded[s->started++ % RA__PACK_SLOTS] = s->busy;
@@ -14671,7 +14672,7 @@ static void ra__play_through(const ra__tour *w, ra__play *y) {
     int any = 1;
     ra__play_start(w, y);
     while (any) {
-        any = 0;                       /* folds first: a receive may wait for the end of a group,
+        any = 0;                       /* folds first: a receive may wait for the end of a series,
                                         * which must be complete then */
         for (int32_t r = 0; r < ranks; r++)
             while (ra__play_visit(w, y, r)) any = 1;
@@ -18533,7 +18534,7 @@ static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e)
 
 /* Whether a task that was claimed at entry `from` may fold entry `next`. With sendrecv alone it
  * must not pass an entry that has not come: a buffer is free only after every task has used it, and
- * a peer may wait for it. For the same reason all tasks stop where a group ends. */
+ * a peer may wait for it. For the same reason all tasks stop where a series ends. */
 static int ra__fold_goes_on(const ra_ring *r, int64_t from, int64_t next) {
     if (next == RA__NO_FOLD || !ra__ring_inputs_ready(r, next)) return 0;
     if (!r->has_transport || r->tp.post) return 1;
@@ -18546,17 +18547,17 @@ static int ra__fold_goes_on(const ra_ring *r, int64_t from, int64_t next) {
  * meanwhile, all tasks also store each time as many have been received as make half of the buffers,
  * unless that is so few keys that storing would cost too much, and before own chunks (not in
  * rounds, where one comes at a time). Nothing waits for the buffers of the last messages: as many
- * as there are buffers are one group with the own chunks after them. (If messages may be lent, the
+ * as there are buffers are one series with the own chunks after them. (If messages may be lent, the
  * rank that lends them waits, and with more than two ranks it has others to receive.) Shared chunks
  * need no buffers, and during a sendrecv nothing is computed anyway.
  * PERF: Zen 5, 2 ranks, causal, 4096 tokens, 8 heads of D 64, a link on which messages take as long
  * as computing: the steps of rank 1 take 49.2 -> 47.1 ms. */
-enum { RA__GROUP_LEAST = 1024 };
+enum { RA__SERIES_LEAST = 1024 };
 
-/* The group of receive number recv. */
-static int32_t ra__fold_group(const ra_ring *r, int32_t recv) {
+/* The series of receive number recv. */
+static int32_t ra__fold_series(const ra_ring *r, int32_t recv) {
     const ra_desc *d = &r->plan->d;
-    const int32_t few = RA__GROUP_LEAST / d->chunk_tokens;
+    const int32_t few = RA__SERIES_LEAST / d->chunk_tokens;
     const int waited_for = (r->tp.caps & RA_CAP_LOAN) && r->ranks > 2;
     if (!waited_for && recv + r->queue[RA__RECEIVES].slots >= r->lists->recvs) return INT32_MAX;
     return recv / (int32_t)ra__max(1, ra__max(d->buffers / 2, few));
@@ -18565,15 +18566,15 @@ static int32_t ra__fold_group(const ra_ring *r, int32_t recv) {
 static int ra__fold_joins(const ra_ring *r, const ra__fold_hand *h) {
     const int32_t recv = r->lists->fold[h->next].recv;
     if (h->x.block > 0) return 1;
-    if (h->x.folded * RA_BLOCK_TOKENS >= RA__GROUP_KEYS) return 0;
+    if (h->x.folded * RA_BLOCK_TOKENS >= RA__SERIES_KEYS) return 0;
     if (h->received < 0 || r->shared || !r->tp.post) return 1;
-    const int32_t group = ra__fold_group(r, h->received);
-    if (recv < 0) return r->plan->round || group == INT32_MAX;
-    return ra__fold_group(r, recv) == group;
+    const int32_t series = ra__fold_series(r, h->received);
+    if (recv < 0) return r->plan->round || series == INT32_MAX;
+    return ra__fold_series(r, recv) == series;
 }
 
 /* Continues a task: the claimed chunk, then later ones that it sees and that have come, until
- * RA__GROUP_KEYS keys are folded or buffers should be released. The running sums stay in the
+ * RA__SERIES_KEYS keys are folded or buffers should be released. The running sums stay in the
  * scratch until then. 1: the task is stored and may be claimed again.
  * PERF: at 16K tokens, 4 ranks, D 64/96, storing to O after every 256 keys costs 30 %. */
 static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memory) {

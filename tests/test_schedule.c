@@ -845,7 +845,7 @@ TEST(sendrecv_does_not_take_turns) {
 /* The same where tasks see unlike many of the chunks that they fold together, or where chunks are
  * small: a buffer of which all is folded goes to the peer before anything else is computed.
  * Backward the two visits of an own chunk are unlike. */
-TEST(sendrecv_waits_for_no_group) {
+TEST(sendrecv_waits_for_no_series) {
     static const struct { int ranks, layout, mask, shard, chunk, order, always, way; } shapes[] = {
         { 3, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, RA_ORDER_ROUNDS, 1, 0 },
         { 3, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, 0, 1, 0 },
@@ -934,7 +934,7 @@ TEST(transfers_hide_as_predicted) {
 
 /* Nothing waits for the buffers of the last messages, here of all: a task that has loaded its sums
  * folds every chunk that has come before it stores them. */
-TEST(last_messages_end_no_group) {
+TEST(last_messages_end_no_series) {
     ra_desc d = flat_desc(2, 2048, 1, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 0);
     d.chunk_tokens = 256;
     flat_world(d);
@@ -952,7 +952,7 @@ TEST(last_messages_end_no_group) {
 
 /* Messages that may be lent go back as early as any: with more than two ranks the lender waits for
  * them, and has others to receive. With two it has none. */
-TEST(loans_end_with_their_group) {
+TEST(loans_end_with_their_series) {
     for (int ranks = 2; ranks <= 3; ranks++) {
         ra_desc d = flat_desc(ranks, 2048, 1, RA_LAYOUT_CONTIGUOUS, RA_MASK_NONE, 0);
         int64_t opened[2] = { 0, 0 };
@@ -1091,9 +1091,9 @@ static const h_test tests[] = {
     ENTRY(bounds_and_pairs_of_rows), ENTRY(needs_and_tiles_by_blocks),
     ENTRY(steps_are_chunks_and_two_rounds), ENTRY(lists_play_through),
     ENTRY(sparse_masks_play_through), ENTRY(sendrecv_does_not_take_turns),
-    ENTRY(sendrecv_waits_for_no_group),
-    ENTRY(transfers_hide_as_predicted), ENTRY(last_messages_end_no_group),
-    ENTRY(loans_end_with_their_group),
+    ENTRY(sendrecv_waits_for_no_series),
+    ENTRY(transfers_hide_as_predicted), ENTRY(last_messages_end_no_series),
+    ENTRY(loans_end_with_their_series),
     ENTRY(figures_of_long_sequences), ENTRY(figures_saturate),
     ENTRY(prefetched_lines_are_those_of_a_stretch)
 };
