@@ -804,7 +804,7 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
  * ra_attention_backward_bytes(d, nth) bytes at any address, required, sufficient in the same sense
  * as above: about nth (tokens Hq / Hkv Dk + kv_tokens (Dk + Dv)) floats, and as much again for up
  * to 16384 keys of 16 bits, which each thread keeps in its kernel's layout. Work is divided into
- * (sequence, KV head) pairs. If their number is not a multiple of nth, the remaining pairs are
+ * the KV heads of all sequences. If their number is not a multiple of nth, the remaining heads are
  * split further, which repeats part of the work. */
 RINGATTN_API size_t    ra_attention_backward_bytes(const ra_desc *d, int nth); /* 0: d is refused */
 RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors *t,
@@ -1710,12 +1710,12 @@ typedef struct ra__back_job {
     int32_t next_pos;                  /* from key position next_pos on */
 } ra__back_job;
 
-/* Memory to prefetch in the order of its addresses: stretches of `lines` lines of 64 bytes, `jump`
- * bytes from the end of one to the next. */
+/* Memory to prefetch in the order of its addresses: bands of `lines` lines of 64 bytes, `jump` bytes
+ * from the end of one to the next. */
 typedef struct ra__stream {
     uintptr_t at;
     int64_t jump;
-    int32_t left, lines;               /* of this stretch, of each */
+    int32_t left, lines;               /* of this band, of each */
     int32_t level1;                   /* 1: see ra__bf_decode_prefetch */
 } ra__stream;
 
@@ -2627,7 +2627,7 @@ RA__NOINLINE void ra__prefetch_bias(const ra__panel *panel, int32_t pos, int32_t
     }
 }
 
-/* n lines have been prefetched. At the end of a stretch the stream goes on to the next one. */
+/* n lines have been prefetched. At the end of a band the stream goes on to the next one. */
 RA__INLINE void ra__stream_advance(ra__stream *a, int32_t n) {
     a->left -= n;
     if (a->left > 0) return;
@@ -2693,7 +2693,7 @@ RA__INLINE uintptr_t ra__delay_address(uintptr_t x) {
     return x;
 }
 
-/* Prefetches the next n lines of two streams into the level 2 cache, at the end of a stretch
+/* Prefetches the next n lines of two streams into the level 2 cache, at the end of a band
  * perhaps some beyond it.
  * PERF: processors drop requests that come faster than memory can serve them, and requests that
  * have waited come all at once. So each address is made to depend on the one before. Zen 5, 8 heads
@@ -13144,7 +13144,7 @@ RA__OPTIMIZE_BEGIN("O1")
 /* ========================================================================== LOCAL BACKWARD
  * Gradients on one rank. In: the tensors of a call, dO, and O and LSE of its forward pass. Out: dQ,
  * dK, dV, or sums of them in arrays of the caller's.
- * Work is divided into (sequence, KV head) pairs, and a thread computes whole pairs. Those left
+ * Work is divided into the KV heads of all sequences, and a thread computes whole heads. Those left
  * over when their number is not a multiple of nth may be cut into pieces: dQ of some query blocks,
  * or dK and dV of some blocks of keys. Each piece computes S and dP again (7 matrix products
  * instead of 5). The sums, and so the bits, are the same. */
@@ -13154,7 +13154,7 @@ typedef struct ra__back_local {
     ra__view d_kv[2];                  /* the caller's dK and dV */
 } ra__back_local;
 
-/* Memory of one thread: sums of one pair. */
+/* Memory of one thread: sums of one KV head of a sequence. */
 typedef struct ra__back_memory {
     ra__back_scratch x;
     float *dq, *dk, *dv;               /* [Tq][group][Dk], [Tk][Dk], [Tk][Dv] */
@@ -13206,18 +13206,18 @@ static void ra__back_run_piece(const ra__back_local *l, ra__back_slice *p, ra__b
     if (p->want_k) ra__grads_finish(&l->b, &item.c, p->t.kv_head, l->d_kv, &g);
 }
 
-/* The work of a thread: whole pairs, then pieces of those left over (cut if that is faster than
+/* The work of a thread: whole heads, then pieces of those left over (cut if that is faster than
  * leaving threads idle), then sinks by head. */
 static void ra__back_run(const ra__back_local *l, uint8_t *memory, ra__thread who) {
     const ra_desc *d = &l->c.d;
-    const int64_t pairs = (int64_t)d->sequences * d->kv_heads, rest = pairs % who.nth;
-    const int64_t whole = rest * 7 < (int64_t)who.nth * 5 ? pairs - rest : pairs;
+    const int64_t heads = (int64_t)d->sequences * d->kv_heads, rest = heads % who.nth;
+    const int64_t whole = rest * 7 < (int64_t)who.nth * 5 ? heads - rest : heads;
     ra__arena a = { memory, 0 };
     ra__back_memory m;
     ra__back_slice p;
     ra__back_memory_carve(&a, d, &m);
     memset(&p, 0, sizeof p);
-    for (int64_t i = 0, piece = 0; i < pairs; i++) {
+    for (int64_t i = 0, piece = 0; i < heads; i++) {
         const int cut = i >= whole;
         const int32_t parts = cut ? 4 * who.nth : 1;       /* of dQ; as many of dK and dV */
         p.t.sequence = (int32_t)(i / d->kv_heads);
