@@ -1137,11 +1137,11 @@ typedef struct ra_cache ra_cache;
  * and gets their outputs. ALL: every rank passes the queries of all new tokens and gets all
  * outputs. */
 enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
-/* What travels with RA_QUERIES_OWN: queries to all ranks and partial results back, or keys and
- * values to the queries. AUTO: what takes fewer bytes, those of partial results counted 3 times, if
- * there is memory for it. With RA_CAP_SHARED PASS_KV moves nothing: ranks divide all work (same
- * d->isa), and AUTO takes it if a prompt has work for all of them. */
-enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV };
+/* What travels: with RA_QUERIES_OWN queries to all ranks, and partial results to the ranks of their
+ * rows; or keys and values to the queries. MERGE: as PASS_Q, but a rank merges some heads of all
+ * rows and sends the sums on. AUTO: the fewest bytes for which there is memory. With RA_CAP_SHARED
+ * PASS_KV moves nothing, and AUTO takes it if a prompt has work for all ranks (same d->isa). */
+enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV, RA_INFER_MERGE };
 /* AUTO: at most 16 new (token, head) pairs per KV head take the decoding form, more the prefill
  * form; the two differ in the last bits. SAME: always the decoding form (if Hq / Hkv <= 16), so the
  * bits of a row depend on nothing but the row: tokens of a draft that are verified together are
@@ -1220,7 +1220,7 @@ RINGATTN_API const ra_error *ra_cache_error(const ra_cache *c);
 
 /* What a call with these counts would do on this rank. Sends nothing; not during a call. */
 typedef struct ra_infer_report {
-    int32_t way;                       /* RA_INFER_PASS_Q or PASS_KV; one rank: PASS_Q */
+    int32_t way;                       /* RA_INFER_*, not AUTO; one rank: PASS_Q */
     int64_t q_rows, keys;              /* rows of t->q, and keys held here, of all sequences */
     int64_t messages_in, messages_out, bytes_in, bytes_out;
     int32_t bits_any_company;          /* 1: the bits of a row depend on nothing but the row */
@@ -20709,6 +20709,15 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  * and the rank sends one partial result for each. None of this depends on ranks, threads, other
  * rows, or what travels.
  *
+ * Merging. In one exchange (RA_INFER_PASS_Q) a rank gets the partial results of its rows from all
+ * others and merges them. In two (RA_INFER_MERGE) it first gets those of its share, an equal part
+ * of the pairs (row, head) of all rows, and merges them; then it sends the sums to the ranks that
+ * want the rows. With P ranks and b bytes of partial results of the rows that a rank wants of all
+ * those of a call, B, the rank receives (P - 1) b in one exchange, (P - 1) (B + b) / P in two. If
+ * all want all rows, which is so with RA_QUERIES_ALL, that is less from 3 ranks on, for one message
+ * more per peer. A tree of log2 P messages has fewer of them but moves more, log2 P times b, one
+ * after the other, and a ring needs P - 1 latencies. bench/README.md has the figures.
+ *
  * Joint sequences. Consecutive sequences with one new token each, whose tables begin with the same
  * pages, are one item with a row of each. A whole leaf that they all have in the same pages is one
  * call for all rows; any other leaf is one call per row. The tree is the same as for each alone. */
@@ -20718,7 +20727,7 @@ enum { RA__LEAF = 1024, RA__SPAN = 4, RA__WRITE_ROWS = 16 };
 enum { RA__SHARE_WORK = 1 << 18 };     /* fewest multiply-adds of an item in the form of decoding */
 enum { RA__MOST_LANES = 1024, RA__TREE_DEPTH = 11 };        /* of the tree: log2 of lanes, plus 1 */
 enum { RA__FRAME_Q = 4, RA__FRAME_KV = 5, RA__FRAME_PART = 6 };
-enum { RA__FRAME_POOL = 8, RA__FRAME_POOL_END = 9 };
+enum { RA__FRAME_POOL = 8, RA__FRAME_POOL_END = 9, RA__FRAME_SUMS = 10 };
 enum { RA__NOTE_BYTES = RA__FRAME_BYTES + 64 };        /* a frame and the address of a cache */
 enum { RA__SWAP_IDLE, RA__SWAP_POSTED, RA__SWAP_DONE };
 #define RA__CLAIM_ITEMS (((int64_t)1 << 40) - 1)
@@ -20755,8 +20764,9 @@ typedef struct ra__key_rows {
                                         * keys are in the caller's memory */
 } ra__key_rows;
 
-/* Partial results: O [rows][Hq][Dv], then LSE [rows][Hq], for each subtree of a rank. */
-typedef struct ra__partials { float *data; int64_t rows; } ra__partials;
+/* Partial results of pairs (row, head), a row's heads one after the other: O [pairs][Dv], then
+ * LSE [pairs], for each subtree of a rank. */
+typedef struct ra__partials { float *data; int64_t pairs; } ra__partials;
 
 /* The place of a partial result: some heads of rows that are `step` heads apart. */
 typedef struct ra__partial { float *o, *lse; int64_t step; } ra__partial;
@@ -20841,10 +20851,14 @@ struct ra_cache {
     int32_t sharers;                   /* threads per sequence of the call */
     int64_t *key_row;                  /* [B][lanes] of received keys */
     uint8_t **result;                  /* [ranks] frame, then that rank's partial results of the
-                                        * rows of this one */
+                                        * rows, or the share, of this one. MERGE: this rank's has
+                                        * the sums of its rows */
     uint8_t *q_send, **q_recv, *q_all; /* messages of queries, by rank; queries of all ranks */
     uint8_t *kv_send, *kv_recv[2];     /* messages of keys */
     uint8_t *part_out, **part_send;    /* partial results of all rows; messages of them, by rank */
+    int64_t merge_rows;                /* most rows of a call of MERGE; 0: there is none */
+    uint8_t *sums;                     /* MERGE: frame, then the sums of this rank's share */
+    uint8_t **sums_send, **sums_recv;  /* [ranks] messages of sums */
     uint8_t *notes;                    /* shared: messages of a pool, see ra__pool_note */
     int64_t note_bytes;
     float *slot_data;                  /* [slots][slot_floats] */
@@ -21019,6 +21033,11 @@ static int64_t ra__partial_floats(const ra_desc *d) {
     return d->q_heads * (int64_t)(d->v_dim + 1);
 }
 
+/* Bytes of a message with partial results of some pairs, from `trees` subtrees. */
+static int64_t ra__pairs_message(const ra_desc *d, int64_t pairs, int64_t trees) {
+    return pairs ? RA__FRAME_BYTES + 4 * (d->v_dim + 1) * pairs * trees : 0;
+}
+
 static int32_t ra__rank_trees(const ra_cache *c, int32_t rank) {
     return c->tree_first[rank + 1] - c->tree_first[rank];
 }
@@ -21067,31 +21086,55 @@ static void ra__cache_carve_desks(ra__arena *a, ra_cache *c) {
     }
 }
 
+/* The most pairs of a share, in a call of MERGE. */
+static int64_t ra__share_most(const ra_cache *c) {
+    return ra__ceil_div(c->merge_rows * c->d.q_heads, c->ranks);
+}
+
+/* Buffers of sums. With RA_QUERIES_ALL all ranks get the same message. */
+static void ra__cache_carve_sums(ra__arena *a, ra_cache *c, int64_t align) {
+    const int64_t most = ra__share_most(c), all = c->cd.queries == RA_QUERIES_ALL;
+    if (!c->merge_rows) return;
+    c->sums = ra__carve_aligned(a, ra__pairs_message(&c->d, most, 1), align);
+    for (int32_t r = 0; r < c->ranks; r++) {
+        uint8_t *send = c->sums, *recv = NULL;
+        const int64_t from = ra__min(most, ra__own_most(c, c->rank) * c->d.q_heads);
+        const int64_t to = ra__min(most, ra__own_most(c, r) * c->d.q_heads);
+        if (r == c->rank) continue;
+        recv = ra__carve_aligned(a, ra__pairs_message(&c->d, from, 1), align);
+        if (!all) send = ra__carve_aligned(a, ra__pairs_message(&c->d, to, 1), align);
+        if (!a->base) continue;
+        c->sums_recv[r] = recv;
+        c->sums_send[r] = send;
+    }
+}
+
 /* Buffers of messages and of partial results. */
 static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
     const int64_t align = ra__max(64, (int64_t)c->tp.align), q = ra__query_bytes(&c->d);
-    const int64_t part = 4 * ra__partial_floats(&c->d), own = ra__own_most(c, c->rank);
+    const int64_t own = ra__own_most(c, c->rank), heads = c->d.q_heads, share = ra__share_most(c);
+    const int64_t trees = ra__rank_trees(c, c->rank);
     const int moves = c->ranks > 1 && c->cd.queries == RA_QUERIES_OWN;
-    const int64_t mine = part * ra__rank_trees(c, c->rank);
     for (int32_t r = 0; r < c->ranks && c->ranks > 1; r++) {
-        const int64_t rows = ra__own_most(c, r);
-        uint8_t *result = ra__carve_aligned(a, RA__FRAME_BYTES + part * ra__rank_trees(c, r) * own,
-                                            align);
-        uint8_t *recv = NULL, *send = NULL;
-        if (moves && r != c->rank) {
-            recv = ra__carve_aligned(a, RA__FRAME_BYTES + rows * q, align);
-            send = ra__carve_aligned(a, RA__FRAME_BYTES + rows * mine, align);
-        }
+        const int64_t rows = ra__own_most(c, r), pairs = ra__max(moves * rows * heads, share);
+        uint8_t *recv = NULL, *send = NULL, *result = ra__carve_aligned(
+            a, ra__pairs_message(&c->d, ra__max(own * heads, share), ra__rank_trees(c, r)), align);
+        if (moves && r != c->rank) recv = ra__carve_aligned(a, RA__FRAME_BYTES + rows * q, align);
+        if (pairs && r != c->rank)
+            send = ra__carve_aligned(a, ra__pairs_message(&c->d, pairs, trees), align);
         if (!a->base) continue;
         c->result[r] = result;
         c->q_recv[r] = recv;
         c->part_send[r] = send;
     }
+    ra__cache_carve_sums(a, c, align);
+    if (moves || c->merge_rows)
+        c->part_out = (uint8_t *)ra__carve(a, ra__pairs_message(&c->d, c->most_rows * heads,
+                                                                trees));
     if (!moves) return;
     c->q_send = ra__carve_aligned(a, RA__FRAME_BYTES + own * q, align);
     c->q_all = (uint8_t *)ra__carve(a, c->most_rows * q);
-    c->part_out = (uint8_t *)ra__carve(a, c->most_rows * mine);
-    if (c->cd.way == RA_INFER_PASS_Q) return;
+    if (c->cd.way == RA_INFER_PASS_Q || c->cd.way == RA_INFER_MERGE) return;
     c->note_bytes = ra__round_up(RA__NOTE_BYTES, align);
     c->notes = ra__carve_aligned(a, c->note_bytes * 2 * ((int64_t)c->ranks + 1), align);
     if (c->shared) return;
@@ -21120,7 +21163,7 @@ static void ra__cache_carve_tables(ra__arena *a, ra_cache *c) {
 }
 
 static void ra__cache_carve(ra__arena *a, ra_cache *c) {
-    const int64_t b = c->d.sequences, swaps = 2 * ((int64_t)c->ranks - 1);
+    const int64_t b = c->d.sequences, swaps = 3 * ((int64_t)c->ranks - 1);
     c->cached = (int64_t *)ra__carve(a, b * 8);
     c->fresh = (int64_t *)ra__carve(a, b * 8);
     c->all_at = (int64_t *)ra__carve(a, (b + 1) * 8);
@@ -21139,6 +21182,8 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
     c->result = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
     c->q_recv = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
     c->part_send = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
+    c->sums_send = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
+    c->sums_recv = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
     c->swap = (ra__swap *)ra__carve(a, swaps * (int64_t)sizeof(ra__swap));
     c->list = (ra_transport_op **)ra__carve(a, 2 * swaps * (int64_t)sizeof(ra_transport_op *));
     c->desk = (ra__cache_desk *)ra__carve(a, c->d.threads * (int64_t)sizeof(ra__cache_desk));
@@ -21179,7 +21224,7 @@ static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd,
     const int32_t ranks = d->ranks ? d->ranks : 1;
     ra__checks x = { e, RA_OK };
     ra__constant(&x, "cache.queries", cd->queries, 0, RA_QUERIES_ALL);
-    ra__constant(&x, "cache.way", cd->way, 0, RA_INFER_PASS_KV);
+    ra__constant(&x, "cache.way", cd->way, 0, RA_INFER_MERGE);
     ra__constant(&x, "cache.form", cd->form, 0, RA_FORM_SAME);
     ra__refuse_pair_if(&x, cd->lanes && (cd->lanes < ranks || cd->lanes > RA__MOST_LANES),
                        RA_E_RANGE, "cache.lanes", "# is not 0 or in @..1024", cd->lanes, ranks);
@@ -21196,6 +21241,16 @@ static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd,
     ra__refuse_if(&x, (uintptr_t)cd->workspace % 64 != 0, RA_E_ALIGN, "cache.workspace",
                   "must be aligned to # bytes", 64);
     return x.status ? x.status : ra__check_allocator(&cd->allocator, "cache.allocator", e);
+}
+
+/* The most rows of a call of MERGE. AUTO with RA_QUERIES_OWN: what is decoded, because the rows of
+ * a prompt belong to all ranks. */
+static int64_t ra__merge_most(const ra_cache *c) {
+    if (c->ranks == 1) return 0;
+    if (c->cd.way == RA_INFER_MERGE) return c->most_rows;
+    if (c->cd.way != RA_INFER_AUTO || c->ranks == 2) return 0;
+    if (c->cd.queries == RA_QUERIES_ALL) return c->most_rows;
+    return ra__min(c->most_rows, c->d.sequences * (int64_t)ra__max(1, c->decode_tokens));
 }
 
 /* Fills in everything of a cache except its memory. */
@@ -21247,6 +21302,7 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->decode_kernel = ra__kernel_decode(&c->d);
     c->write_rows = RA__STEP_WORK / c->lanes / ra__partial_floats(&c->d);
     c->write_rows = ra__max(1, ra__min(RA__WRITE_ROWS, c->write_rows));
+    c->merge_rows = ra__merge_most(c);
     c->decode.tokens = ra__max(1, c->decode_tokens);
     c->decode.kv_tokens = ra__min(RA__LEAF, c->lane_rows);
     return RA_OK;
@@ -21287,9 +21343,9 @@ static int64_t ra__rows_message(int64_t rows, int64_t row_bytes) {
     return rows ? RA__FRAME_BYTES + rows * row_bytes : 0;
 }
 
-/* Bytes of a message with a rank's partial results of some rows. */
-static int64_t ra__part_length(const ra_cache *c, int32_t rank, int64_t rows) {
-    return ra__rows_message(rows, 4 * ra__partial_floats(&c->d) * ra__rank_trees(c, rank));
+/* Bytes of a message with a rank's partial results of some pairs. */
+static int64_t ra__part_length(const ra_cache *c, int32_t rank, int64_t pairs) {
+    return ra__pairs_message(&c->d, pairs, ra__rank_trees(c, rank));
 }
 
 /* The longest message, except those of keys. */
@@ -21297,8 +21353,9 @@ static int64_t ra__cache_message(const ra_cache *c) {
     int64_t most = c->shared && c->notes ? RA__NOTE_BYTES : 0;
     for (int32_t r = 0; r < c->ranks; r++) {
         const int64_t rows = ra__own_most(c, r);
+        const int64_t pairs = ra__max(rows * c->d.q_heads, ra__share_most(c));
         most = ra__max(most, RA__FRAME_BYTES + rows * ra__query_bytes(&c->d));
-        for (int32_t q = 0; q < c->ranks; q++) most = ra__max(most, ra__part_length(c, q, rows));
+        for (int32_t q = 0; q < c->ranks; q++) most = ra__max(most, ra__part_length(c, q, pairs));
     }
     return most;
 }
@@ -21454,9 +21511,10 @@ static int64_t ra__tile_items(const ra_cache *c, int64_t rows) {
  * their queries takes 230 to 410 us, 1 MB of keys 70. Unweighted, the way that is taken takes up to
  * 1.25 times as long as the other. */
 enum { RA__PART_WEIGHT = 3 };
-static int32_t ra__cache_way(const ra_cache *c) {
+static int32_t ra__cache_travels(const ra_cache *c) {
     double q, part = 0, keys = 0;
-    if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL || c->cd.way == RA_INFER_PASS_Q)
+    if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL || c->cd.way == RA_INFER_PASS_Q ||
+        c->cd.way == RA_INFER_MERGE)
         return RA_INFER_PASS_Q;
     if (c->shared && (c->cd.way != RA_INFER_PASS_KV || !c->rows))
         return ra__tile_items(c, RA__LANE_BLOCK) >= c->ranks ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
@@ -21472,6 +21530,30 @@ static int32_t ra__cache_way(const ra_cache *c) {
         part * (double)(4 * RA__PART_WEIGHT) * (double)ra__partial_floats(&c->d);
     keys *= (c->ranks - 1) * (double)ra__key_bytes(&c->d);
     return keys < q ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
+}
+
+/* RA_INFER_*. Where queries travel: MERGE if the rank that wants most rows then receives so many
+ * bytes less that they are worth a latency and a message more per peer. Where memory is shared and
+ * one rank alone wants a row, MERGE moves as many bytes in all, so one exchange is taken.
+ * PERF: 2 processors of a Zen 5 for all ranks, 1 to 16 sequences of 1 token over 64, 32/8 heads,
+ * D 128, RA_QUERIES_ALL: MERGE takes 1.10 to 1.3 times as long where it saves 11 to 87 KB, 0.94
+ * (P = 4) at 99 KB, 0.86 and 0.83 at 198 and 396, 0.7 and 0.54 (P = 8) at 350 and 1386 KB. */
+enum { RA__MERGE_SAVES = 64 << 10, RA__MERGE_SAVES_PEER = 8 << 10 };
+static int32_t ra__cache_way(const ra_cache *c) {
+    const int32_t way = ra__cache_travels(c);
+    const double part = 4.0 * (double)ra__partial_floats(&c->d);
+    const double rows = (double)c->rows, trees = (double)c->tree_first[c->ranks];
+    const int all = c->cd.queries == RA_QUERIES_ALL;
+    double most = 0, saves;
+    if (way != RA_INFER_PASS_Q || !c->merge_rows || c->rows > c->merge_rows) return way;
+    if (c->cd.way == RA_INFER_MERGE) return RA_INFER_MERGE;
+    if (c->shared && !all) return way;
+    for (int32_t r = 0; r < c->ranks; r++)
+        if ((double)c->rank_rows[r] > most) most = (double)c->rank_rows[r];
+    if (all) most = rows;
+    saves = part * (c->ranks - 1) / c->ranks * (most * (trees - 1) - rows * trees / c->ranks);
+    saves -= RA__MERGE_SAVES + RA__MERGE_SAVES_PEER * (c->ranks - 1.0);
+    return saves >= 0 ? RA_INFER_MERGE : way;
 }
 
 /* One side of a swap: len 0: nothing moves there. */
@@ -21522,6 +21604,66 @@ static void ra__keys_swap(ra_cache *c, int32_t s) {
     ra__swap_add(c, RA__FRAME_KV, s, &out, &in);
 }
 
+/* 1: a rank gets the outputs of row i of the call. */
+static int ra__row_wanted(const ra_cache *c, int32_t rank, int64_t i) {
+    return c->cd.queries == RA_QUERIES_ALL ||
+           c->lane_owner[ra__lane_of(c, c->all_pos[i])] == rank;
+}
+
+/* The first pair of the share of a rank, which ends where the next begins. */
+static int64_t ra__share_first(const ra_cache *c, int32_t rank) {
+    return c->rows * c->d.q_heads * rank / c->ranks;
+}
+
+static int64_t ra__share_pairs(const ra_cache *c, int32_t rank) {
+    return ra__share_first(c, rank + 1) - ra__share_first(c, rank);
+}
+
+/* The pairs of the share of `holder` in rows that `rank` wants. With a share or a message to take
+ * them from it copies their sums, to the rows of `rank` or, if these are null, to a message. */
+static int64_t ra__share_move(const ra_cache *c, int32_t holder, int32_t rank,
+                              const ra__partials *share, const ra__partials *message,
+                              const ra__partials *rows) {
+    const int64_t heads = c->d.q_heads, dim = c->d.v_dim, begin = ra__share_first(c, holder);
+    const int64_t end = ra__share_first(c, holder + 1);
+    int64_t moved = 0, row = 0;
+    for (int64_t i = 0; i < c->rows; i++) {
+        const int64_t first = ra__max(i * heads, begin), n = ra__min((i + 1) * heads, end) - first;
+        if (!ra__row_wanted(c, rank, i)) continue;
+        if (n > 0 && (share || message)) {
+            const ra__partials *from = share ? share : message, *to = rows ? rows : message;
+            const int64_t at = share ? first - begin : moved;
+            const int64_t place = rows ? row * heads + first - i * heads : moved;
+            memcpy(to->data + place * dim, from->data + at * dim, (size_t)(n * dim) * 4);
+            memcpy(to->data + to->pairs * dim + place, from->data + from->pairs * dim + at,
+                   (size_t)n * 4);
+        }
+        moved += ra__max(n, 0);
+        row++;
+    }
+    return moved;
+}
+
+/* MERGE: partial results to the ranks of their shares, then sums to the ranks of their rows. */
+static void ra__merge_swaps(ra_cache *c) {
+    for (int32_t s = 1; s < c->ranks; s++) {
+        const int32_t to = (c->rank + s) % c->ranks, from = (c->rank + c->ranks - s) % c->ranks;
+        const int64_t here = ra__share_pairs(c, c->rank), there = ra__share_pairs(c, to);
+        const ra__swap_message out = { c->part_send[to], ra__part_length(c, c->rank, there), 1 };
+        const ra__swap_message in = { c->result[from], ra__part_length(c, from, here), 0 };
+        ra__swap_add(c, RA__FRAME_PART, s, &out, &in);
+    }
+    for (int32_t s = 1; s < c->ranks; s++) {
+        const int32_t to = (c->rank + s) % c->ranks, from = (c->rank + c->ranks - s) % c->ranks;
+        const int64_t sent = ra__share_move(c, c->rank, to, NULL, NULL, NULL);
+        const int64_t come = ra__share_move(c, from, c->rank, NULL, NULL, NULL);
+        const ra__swap_message out = { c->sums_send[to], ra__pairs_message(&c->d, sent, 1), 2 };
+        const ra__swap_message in = { c->sums_recv[from], ra__pairs_message(&c->d, come, 1), 0 };
+        ra__swap_add(c, RA__FRAME_SUMS, s, &out, &in);
+    }
+    c->stages = 3;
+}
+
 /* The messages of a call, in the same order on all ranks: swap i of a rank meets swap i of its
  * peers. */
 static void ra__cache_swaps(ra_cache *c) {
@@ -21540,11 +21682,14 @@ static void ra__cache_swaps(ra_cache *c) {
         if (keys) ra__keys_swap(c, s);
         else ra__swap_add(c, RA__FRAME_Q, s, &out, &in);
     }
-    for (int32_t s = 1; s < c->ranks && !keys; s++) {
+    if (c->way == RA_INFER_MERGE) ra__merge_swaps(c);
+    for (int32_t s = 1; s < c->ranks && c->way == RA_INFER_PASS_Q; s++) {
         const int32_t to = (c->rank + c->ranks - s) % c->ranks, from = (c->rank + s) % c->ranks;
+        const int64_t there = (own ? rows[to] : c->rows) * c->d.q_heads;
+        const int64_t here = c->own_rows * c->d.q_heads;
         const ra__swap_message out = { own ? c->part_send[to] : c->result[c->rank],
-                                  ra__part_length(c, c->rank, own ? rows[to] : c->rows), 1 };
-        const ra__swap_message in = { c->result[from], ra__part_length(c, from, c->own_rows), 0 };
+                                       ra__part_length(c, c->rank, there), 1 };
+        const ra__swap_message in = { c->result[from], ra__part_length(c, from, here), 0 };
         ra__swap_add(c, RA__FRAME_PART, c->ranks - s, &out, &in);
     }
 }
@@ -21572,7 +21717,7 @@ static int ra__leaf_is_shared(const ra_cache *c, const ra_pages *p, int64_t firs
  * read once for all of them. The bits are those of each alone: leaves and merges are the same. */
 static void ra__cache_join_sequences(ra_cache *c, const ra_pages *p) {
     const int32_t lane = c->lane_first[c->rank], most = c->decode_tokens;
-    const int may = c->d.page_tokens && c->way == RA_INFER_PASS_Q;
+    const int may = c->d.page_tokens && c->way != RA_INFER_PASS_KV;
     int32_t b = 0;
     while (b < c->d.sequences) {
         int32_t n = 0;
@@ -21874,53 +22019,97 @@ static void ra__cache_place_q(ra_cache *c, int32_t rank, const uint8_t *from) {
     }
 }
 
-/* All heads of a row in the partial results of a subtree. */
-static ra__partial ra__tree_part(const ra_cache *c, ra__partials p, int64_t tree, int64_t row) {
-    const int64_t heads = c->d.q_heads;
-    float *data = p.data + tree * p.rows * ra__partial_floats(&c->d);
-    const ra__partial x = { data + row * heads * c->d.v_dim,
-                            data + (p.rows * c->d.v_dim + row) * heads, heads };
+/* A pair, and those of its row's heads after it, in the partial results of a subtree. */
+static ra__partial ra__tree_part(const ra_cache *c, ra__partials p, int64_t tree, int64_t pair) {
+    float *data = p.data + tree * p.pairs * (c->d.v_dim + 1);
+    const ra__partial x = { data + pair * c->d.v_dim, data + p.pairs * c->d.v_dim + pair,
+                            c->d.q_heads };
     return x;
 }
 
-static void ra__part_copy(const ra_cache *c, ra__partial to, ra__partial from) {
-    memcpy(to.o, from.o, (size_t)(from.step * c->d.v_dim) * sizeof(float));
-    memcpy(to.lse, from.lse, (size_t)from.step * sizeof(float));
+static void ra__part_copy(const ra_cache *c, ra__partial to, ra__partial from, int64_t pairs) {
+    memcpy(to.o, from.o, (size_t)(pairs * c->d.v_dim) * sizeof(float));
+    memcpy(to.lse, from.lse, (size_t)pairs * sizeof(float));
+}
+
+/* The partial results, or sums, in a message. */
+static ra__partials ra__partials_in(uint8_t *message, int64_t pairs) {
+    const ra__partials p = { (float *)(void *)(message + RA__FRAME_BYTES), pairs };
+    return p;
+}
+
+/* Partial results of all rows from the lanes of this rank, unless they are in its own result. */
+static ra__partials ra__parts_here(const ra_cache *c) {
+    return ra__partials_in(c->part_out, c->rows * c->d.q_heads);
 }
 
 static ra__partials ra__result_of(const ra_cache *c, int32_t rank) {
-    const ra__partials p = { (float *)(void *)(c->result[rank] + RA__FRAME_BYTES), c->own_rows };
-    return p;
+    return ra__partials_in(c->result[rank], c->own_rows * c->d.q_heads);
 }
 
 /* Copies the partial results of a rank's rows from those of all rows. */
 static void ra__cache_pack_part(const ra_cache *c, int32_t rank, ra__partials to) {
-    const ra__partials all = { (float *)(void *)c->part_out, c->rows };
+    const int64_t heads = c->d.q_heads;
     for (int32_t s = 0; s < ra__rank_trees(c, c->rank); s++) {
         int64_t n = 0;
         for (int64_t i = 0; i < c->rows; i++)
             if (c->lane_owner[ra__lane_of(c, c->all_pos[i])] == rank)
-                ra__part_copy(c, ra__tree_part(c, to, s, n++), ra__tree_part(c, all, s, i));
+                ra__part_copy(c, ra__tree_part(c, to, s, heads * n++),
+                              ra__tree_part(c, ra__parts_here(c), s, i * heads), heads);
     }
+}
+
+/* MERGE: packs the partial results of the shares of the other ranks. */
+static void ra__cache_pack_shares(ra_cache *c) {
+    for (int32_t r = 0; r < c->ranks; r++) {
+        const int64_t n = ra__share_pairs(c, r), first = ra__share_first(c, r);
+        if (r == c->rank || !n) continue;
+        for (int32_t s = 0; s < ra__rank_trees(c, c->rank); s++)
+            ra__part_copy(c, ra__tree_part(c, ra__partials_in(c->part_send[r], n), s, 0),
+                          ra__tree_part(c, ra__parts_here(c), s, first), n);
+        ra__cache_put_frame(c, c->part_send[r], RA__FRAME_PART, ra__part_length(c, c->rank, n));
+    }
+}
+
+/* MERGE: packs the sums of this rank's share, once they are there. */
+static void ra__cache_pack_sums(ra_cache *c) {
+    const ra__partials share = ra__partials_in(c->sums, ra__share_pairs(c, c->rank));
+    const ra__partials own = ra__result_of(c, c->rank);
+    for (int32_t r = 0; r < c->ranks; r++) {
+        const int64_t n = ra__share_move(c, c->rank, r, NULL, NULL, NULL);
+        if (r == c->rank || !n) continue;
+        const ra__partials to = ra__partials_in(c->sums_send[r], n);
+        if (c->sums_send[r] != c->sums) (void)ra__share_move(c, c->rank, r, &share, &to, NULL);
+        ra__cache_put_frame(c, c->sums_send[r], RA__FRAME_SUMS, ra__pairs_message(&c->d, n, 1));
+    }
+    (void)ra__share_move(c, c->rank, c->rank, &share, NULL, &own);
 }
 
 /* PASS_Q: packs the partial results for each rank, after the stage that computes them. */
 static void ra__cache_pack_results(ra_cache *c) {
+    const int64_t heads = c->d.q_heads;
     if (c->cd.queries == RA_QUERIES_ALL) {
         ra__cache_put_frame(c, c->result[c->rank], RA__FRAME_PART,
-                            ra__part_length(c, c->rank, c->rows));
+                            ra__part_length(c, c->rank, c->rows * heads));
         return;
     }
     for (int32_t r = 0; r < c->ranks; r++) {
         ra__partials to = ra__result_of(c, c->rank);
         if (!c->rank_rows[r]) continue;
-        to.rows = c->rank_rows[r];
-        if (r != c->rank) to.data = (float *)(void *)(c->part_send[r] + RA__FRAME_BYTES);
+        if (r != c->rank) to = ra__partials_in(c->part_send[r], c->rank_rows[r] * heads);
         ra__cache_pack_part(c, r, to);
         if (r == c->rank) continue;
         ra__cache_put_frame(c, c->part_send[r], RA__FRAME_PART,
-                            ra__part_length(c, c->rank, to.rows));
+                            ra__part_length(c, c->rank, to.pairs));
     }
+}
+
+/* After a stage: packs what this rank sends next. */
+static void ra__cache_pack_next(ra_cache *c, int32_t stage) {
+    if (c->ranks == 1) return;
+    if (stage == 0 && c->way == RA_INFER_PASS_Q) ra__cache_pack_results(c);
+    if (stage == 0 && c->way == RA_INFER_MERGE) ra__cache_pack_shares(c);
+    if (stage == 1 && c->way == RA_INFER_MERGE) ra__cache_pack_sums(c);
 }
 
 /* Under comm: checks a message that has come, and takes what is in it. */
@@ -21933,6 +22122,12 @@ static ra_status ra__swap_received(ra_cache *c, ra__swap *x) {
         memcpy(&c->peer[in->peer], (const uint8_t *)in->buf + RA__FRAME_BYTES, sizeof *c->peer);
     if (x->kind == RA__FRAME_Q)
         ra__cache_place_q(c, in->peer, (const uint8_t *)in->buf + RA__FRAME_BYTES);
+    if (x->kind == RA__FRAME_SUMS) {
+        const int64_t n = ra__share_move(c, in->peer, c->rank, NULL, NULL, NULL);
+        const ra__partials sums = ra__partials_in(c->sums_recv[in->peer], n);
+        const ra__partials own = ra__result_of(c, c->rank);
+        (void)ra__share_move(c, in->peer, c->rank, NULL, &sums, &own);
+    }
     return RA_OK;
 }
 
@@ -22361,9 +22556,8 @@ static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *l
         for (; x->at_lane < lanes.last; x->at_lane++) {
             ra__partial to[RA__TREE_DEPTH + 1];
             int32_t n, completed;
-            to[0] = c->pooled ? ra__item_sum(c, y) : ra__tree_part(c, c->out, x->at_tree, row);
-            to[0].o += c->pooled ? 0 : head * c->d.v_dim;
-            to[0].lse += c->pooled ? 0 : head;
+            to[0] = c->pooled ? ra__item_sum(c, y)
+                              : ra__tree_part(c, c->out, x->at_tree, row * c->d.q_heads + head);
             n = ra__lane_path(c, y, lanes, x->at_lane, to, &completed);
             if (*left <= 0) return RA_AGAIN;
             ra_status s = ra__lane_some(c, y, x->at_lane, to + n, completed > 0, left);
@@ -22444,9 +22638,14 @@ static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
     return x;
 }
 
-/* 1: the items of a stage are rows to write. */
+/* 1: the items of a stage are pairs of this rank's share to merge. */
+static int ra__stage_merges(const ra_cache *c, int32_t stage) {
+    return c->way == RA_INFER_MERGE && stage == 1;
+}
+
+/* 1: the items of a stage are rows to write, or pairs to merge. */
 static int ra__stage_writes(const ra_cache *c, int32_t stage) {
-    return !c->pooled && stage == c->stages - 1;
+    return !c->pooled && (stage == c->stages - 1 || ra__stage_merges(c, stage));
 }
 
 /* Item n of the open stage. */
@@ -22461,26 +22660,43 @@ static ra__cache_item ra__item_new(const ra_cache *c, int64_t n) {
 }
 
 /* -------------------------------------------------------------------------- the end of a call */
-/* Lanes [first, last) of own row n, summed in place in the partial results of all ranks. Those that
+/* Pairs [at, at + n) to sum over lanes: of the rows of this rank, or with MERGE of its share. */
+typedef struct ra__pairs { int64_t at, n; } ra__pairs;
+
+/* Pairs over lanes [first, last), summed in place in the partial results of all ranks. Those that
  * other ranks may still be receiving are summed at the desk instead. */
-static ra__partial ra__row_sum(const ra_cache *c, const ra__cache_desk *y, int64_t n,
-                               ra__subtree lanes, int32_t depth) {
+static ra__partial ra__pairs_sum(const ra_cache *c, const ra__cache_desk *y, ra__pairs p,
+                                 ra__subtree lanes, int32_t depth) {
     const int32_t middle = lanes.first + (lanes.last - lanes.first + 1) / 2;
-    const int32_t rank = c->lane_owner[lanes.first], heads = c->d.q_heads;
+    const int32_t rank = c->lane_owner[lanes.first];
     const ra__subtree left = { lanes.first, middle }, right = { middle, lanes.last };
-    const int sent = rank == c->rank && c->ranks > 1 && c->cd.queries == RA_QUERIES_ALL;
+    const int shares = c->way == RA_INFER_MERGE, here = rank == c->rank && c->ranks > 1;
+    const int sent = here && !shares && c->cd.queries == RA_QUERIES_ALL;
     for (int32_t i = c->tree_first[rank]; i < c->tree_first[rank + 1]; i++) {
+        ra__partials all = ra__result_of(c, rank);
         if (c->tree[i].first != lanes.first || c->tree[i].last != lanes.last) continue;
-        const ra__partial part = ra__tree_part(c, ra__result_of(c, rank), i - c->tree_first[rank],
-                                               n);
-        const ra__partial copy = { y->part[depth], y->part[depth] + heads * c->d.v_dim, heads };
-        if (sent) ra__part_copy(c, copy, part);
+        if (shares) all.pairs = ra__share_pairs(c, c->rank);
+        if (shares && here) all = ra__parts_here(c);
+        const ra__partial part = ra__tree_part(c, all, i - c->tree_first[rank], p.at +
+                                               (shares && here ? ra__share_first(c, rank) : 0));
+        const ra__partial copy = { y->part[depth], y->part[depth] + p.n * c->d.v_dim, p.n };
+        if (sent) ra__part_copy(c, copy, part, p.n);
         return sent ? copy : part;
     }
-    const ra__partial sum = ra__row_sum(c, y, n, left, depth);
-    const ra__partial part = ra__row_sum(c, y, n, right, depth + 1);
-    c->tile_kernel->merge(sum.o, sum.lse, 1, part.o, part.lse, heads, c->d.v_dim);
+    const ra__partial sum = ra__pairs_sum(c, y, p, left, depth);
+    const ra__partial part = ra__pairs_sum(c, y, p, right, depth + 1);
+    c->tile_kernel->merge(sum.o, sum.lse, 1, part.o, part.lse, p.n, c->d.v_dim);
     return sum;
+}
+
+/* MERGE: sums some pairs of this rank's share. */
+static ra_status ra__cache_merge(const ra_cache *c, const ra__cache_desk *y) {
+    const ra__subtree all = { 0, c->lanes };
+    const ra__partials sums = ra__partials_in(c->sums, ra__share_pairs(c, c->rank));
+    const int64_t step = c->write_rows * c->d.q_heads, at = y->x.n * step;
+    const ra__pairs p = { at, ra__min(step, sums.pairs - at) };
+    ra__part_copy(c, ra__tree_part(c, sums, 0, at), ra__pairs_sum(c, y, p, all, 0), p.n);
+    return RA_OK;
 }
 
 /* Writes the heads [first, first + heads) of row i of sequence b to O and LSE. Changes `sum`. */
@@ -22507,12 +22723,17 @@ static ra_status ra__row_write(const ra_cache *c, int32_t b, int64_t i, int32_t 
 
 static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
     const ra__subtree all = { 0, c->lanes };
-    const int64_t first = y->x.n * c->write_rows;
+    const int64_t first = y->x.n * c->write_rows, heads = c->d.q_heads;
     ra_status s = RA_OK;
     int32_t b = 0;
+    if (ra__stage_merges(c, ra__load_i32(&c->stage))) return ra__cache_merge(c, y);
     for (int64_t i = first; i < c->own_rows && i < first + c->write_rows && !s; i++) {
+        const ra__pairs p = { i * heads, heads };
         while (i >= c->own_at[b + 1]) b++;
-        s = ra__row_write(c, b, i - c->own_at[b], 0, c->d.q_heads, ra__row_sum(c, y, i, all, 0));
+        s = ra__row_write(c, b, i - c->own_at[b], 0, c->d.q_heads,
+                          c->way == RA_INFER_MERGE
+                              ? ra__tree_part(c, ra__result_of(c, c->rank), 0, p.at)
+                              : ra__pairs_sum(c, y, p, all, 0));
     }
     return s;
 }
@@ -22596,6 +22817,7 @@ static void ra__cache_keys_of(ra_cache *c, int32_t rank, const uint8_t *message)
 static int32_t ra__stage_swaps(const ra_cache *c, int32_t stage) {
     if (c->pooled) return c->ranks - 1;
     if (c->way == RA_INFER_PASS_KV) return (int32_t)ra__min(stage, c->ranks - 1);
+    if (ra__stage_merges(c, stage)) return c->swaps - (c->ranks - 1);
     return stage ? c->swaps : c->cd.queries == RA_QUERIES_OWN ? c->ranks - 1 : 0;
 }
 
@@ -22605,7 +22827,9 @@ static void ra__stage_open(ra_cache *c, int32_t stage) {
     const int own = c->way == RA_INFER_PASS_KV || c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL;
     c->items = 0;
     if (ra__stage_writes(c, stage)) {
-        c->items = ra__ceil_div(c->own_rows, c->write_rows);
+        const int64_t pairs = ra__stage_merges(c, stage) ? ra__share_pairs(c, c->rank)
+                                                         : c->own_rows * c->d.q_heads;
+        c->items = ra__ceil_div(pairs, c->write_rows * c->d.q_heads);
     } else {
         c->queries.v = own ? c->q : ra__view_packed(c->q_all, c->d.q_heads, c->d.k_dim,
                                                     c->d.q_dtype);
@@ -22620,10 +22844,7 @@ static void ra__stage_open(ra_cache *c, int32_t stage) {
         c->keys.v = c->v;
         if (stage) ra__cache_keys_of(c, c->keys.rank, c->kv_recv[stage % 2]);
         if (!c->pooled) c->out = ra__result_of(c, c->keys.rank);
-        if (!own) {
-            c->out.data = (float *)(void *)c->part_out;
-            c->out.rows = c->rows;
-        }
+        if (!own || c->way == RA_INFER_MERGE) c->out = ra__parts_here(c);
         for (int32_t b = 0; b < c->d.sequences; b++) {
             c->slot_done[b] = 0;
             c->items += ra__sequence_items(c, b);
@@ -22661,7 +22882,7 @@ static int ra__stage_turn(ra_cache *c) {
         ra__store_i32(&c->open, 2);
         if (ra__add_i32(&c->holding, 0)) return 0;
         ra__store_i32(&c->open, 0);
-        if (stage == 0 && c->way == RA_INFER_PASS_Q && c->ranks > 1) ra__cache_pack_results(c);
+        ra__cache_pack_next(c, stage);
         ra__store_i32(&c->stage, stage + 1);
         return 1;
     }

@@ -132,7 +132,7 @@ int main(int argc, char **argv) {
            "dim %d, cache f16\n", (long long)m.prompt, CHUNK, DECODED, HEADS, KV_HEADS, DIM);
     printf("ranks  prefill s  way      KB/chunk   decode us/token  way     bytes/token  bits\n");
     for (size_t i = 0; i < sizeof ranks / sizeof *ranks; i++) {
-        static const char *const way[] = { "", "pass-Q", "pass-KV" };
+        static const char *const way[] = { "", "pass-Q", "pass-KV", "merge" };
         const size_t bytes = (size_t)m.text * HEADS * DIM * sizeof(float);
         result r;
         memset(&r, 0, sizeof r);
