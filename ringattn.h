@@ -1710,13 +1710,13 @@ typedef struct ra__back_job {
     int32_t next_pos;                  /* from key position next_pos on */
 } ra__back_job;
 
-/* Memory to prefetch in the order of its addresses: bands of `lines` lines of 64 bytes, `jump` bytes
- * from the end of one to the next. */
+/* Memory to prefetch in the order of its addresses: bands of `lines` lines of 64 bytes, with `jump`
+ * bytes from the end of one to the next. */
 typedef struct ra__stream {
     uintptr_t at;
     int64_t jump;
     int32_t left, lines;               /* of this band, of each */
-    int32_t level1;                   /* 1: see ra__bf_decode_prefetch */
+    int32_t level1;                    /* 1: see ra__bf_decode_prefetch */
 } ra__stream;
 
 /* Decoding: up to 4 query rows that read the same kv head, in the kernel's own order of dims. acc
