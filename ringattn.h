@@ -8636,7 +8636,10 @@ static void ra__cut(int64_t tokens, int32_t ranks, const int32_t *weights, int z
     }
 }
 
-RA__INLINE int64_t ra__run_step(const ra_run *run) { return run->stride ? run->stride : 1; }
+/* 1 for a single row, which may have any stride: the steps of others are below RA_MAX_POSITION. */
+RA__INLINE int64_t ra__run_step(const ra_run *run) {
+    return run->stride && run->count > 1 ? run->stride : 1;
+}
 
 /* Position of the last row of a run. */
 RA__INLINE int64_t ra__run_last(const ra_run *run) {
@@ -9689,7 +9692,7 @@ static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_
  * [first, end). */
 static ra_status ra__check_run(const ra_run *runs, int64_t i, int32_t least, int64_t first,
                                int64_t end, const char *field, const char *part, ra_error *e) {
-    const int64_t begin = runs[i].first, n = runs[i].count, step = ra__run_step(&runs[i]);
+    const int64_t begin = runs[i].first, n = runs[i].count, step = runs[i].stride;
     if (n < least)
         return ra__refuse_part(e, RA_E_RANGE, field, part,
                                least ? "entry # has count @, which is not positive"
@@ -9697,7 +9700,7 @@ static ra_status ra__check_run(const ra_run *runs, int64_t i, int32_t least, int
     if (step < 0)
         return ra__refuse_part(e, RA_E_RANGE, field, part,
                                "entry # has stride @, which is negative", i, step);
-    const int64_t last = ra__add_sat(begin, ra__mul_sat(ra__max(n - 1, 0), step));
+    const int64_t last = ra__add_sat(begin, ra__mul_sat(ra__max(n - 1, 0), ra__max(step, 1)));
     const int outside = begin < first || begin >= end;
     if (!outside && last < end) return RA_OK;
     (void)ra__refuse_part(e, RA_E_RANGE, field, part, "entry # has position @", i,
@@ -10158,7 +10161,7 @@ static ra_status ra__check_layout(const ra_desc *d, ra_error *e) {
  * i = (b.first - a.first) / g * (s / g)^-1 mod t / g, the inverse by Euclid's algorithm, and then
  * every lcm(s, t). Strides of more than one row are below 2^31. */
 static int64_t ra__runs_meet(const ra_run *a, const ra_run *b) {
-    const int64_t sa = a->count > 1 ? ra__run_step(a) : 1, sb = b->count > 1 ? ra__run_step(b) : 1;
+    const int64_t sa = ra__run_step(a), sb = ra__run_step(b);
     int64_t g = sa, rest = sb, x = 1, y = 0, step, i, p;
     int64_t low = ra__max(a->first, b->first);
     while (rest) {                     /* g = x s mod t, rest = y s mod t */

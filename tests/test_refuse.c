@@ -431,6 +431,20 @@ TEST(desc_runs) {
         refuse_desc(&d, RA_E_RANGE, keys ? "layout.k_run_count" : "layout.q_run_count",
                     "-1 is negative");
     }
+    base_desc(&d, RUNS);               /* a run of one row may have any stride */
+    ra_plan_report report[2];
+    for (int i = 0; i < 2; i++) {
+        ra_plan *plan = NULL;
+        memcpy(run, runs, sizeof run);
+        run[0].count = 1;
+        run[0].stride = i ? INT64_MAX : 0;
+        d.layout.k_runs = run;
+        d.layout.k_run_count = counts;
+        CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
+        CHECK_EQ(ra_plan_query(plan, 0, &report[i]), RA_OK);
+        ra_plan_destroy(plan);
+    }
+    CHECK(report[0].pairs > 0 && report[1].pairs == report[0].pairs);
     base_desc(&d, RUNS);               /* keys as queries, but fewer of them */
     d.layout.k_runs = NULL;
     d.layout.k_run_count = NULL;
