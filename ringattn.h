@@ -48,65 +48,50 @@
  *   #define RINGATTN_IMPLEMENTATION
  *   #include "ringattn.h"
  *   #include <pthread.h>
- *   #include <stdlib.h>
- *   static ra_desc d; static ra_tensors t; static void *memory; static size_t bytes;
+ *   static ra_desc d; static ra_tensors t; static ra_error why; static char memory[4 << 20];
  *   static float q[512][8][64], o[512][8][64];
  *   static uint16_t keys[4096][2][64], values[4096][2][64];
  *
  *   static void *work(void *ith) {                // every thread makes the same call
- *       if (ra_attention(&d, &t, memory, bytes, (int)(intptr_t)ith, 4)) abort();
- *       return NULL;
+ *       return ra_attention(&d, &t, memory, sizeof memory, *(int *)ith, 4) ? &why : NULL;
  *   }
  *   int main(void) {
+ *       pthread_t id[4]; int ith[4] = {0, 1, 2, 3};
  *       d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
- *       d.k_dtype = d.v_dtype = RA_F16;
+ *       d.k_dtype = d.v_dtype = RA_F16; d.tokens = 512; d.error = &why;
  *       t.q.data = q; t.k.data = keys; t.v.data = values; t.o.data = o;
- *       d.tokens = 512; d.q_offset = 4096 - 512;  // the workspace is that of the largest call
- *       bytes = ra_attention_bytes(&d, 4);
- *       memory = malloc(bytes);
- *       for (d.q_offset = 0; d.q_offset < 4096; d.q_offset += 512) {   // your model: q, 512 rows
- *           pthread_t id[4];
- *           for (int i = 0; i < 4; i++) pthread_create(&id[i], NULL, work, (void *)(intptr_t)i);
+ *       for (; d.q_offset < 4096 && !why.status; d.q_offset += 512) {  // your model: q, 512 rows
+ *           for (int i = 0; i < 4; i++) pthread_create(&id[i], NULL, work, &ith[i]);
  *           for (int i = 0; i < 4; i++) pthread_join(id[i], NULL);
  *       }
- *       free(memory);
- *       return 0;
+ *       return why.status;                        // why.text is the reason of a refusal
  *   }
  *
- * Program 3: 4096 tokens on four ranks, which are threads of one process.
+ * Program 3: 4096 tokens on four ranks, which are threads of one process. Rank 0 has tokens 0..511
+ * and 3584..4095 (zigzag); ra_plan_q_runs lists those of a rank.
  *
  *   #define RINGATTN_IMPLEMENTATION
  *   #include "ringattn.h"
- *   #include <stdio.h>
  *   static float q[4][1024][8][64], k[4][1024][2][64], v[4][1024][2][64], o[4][1024][8][64];
  *
- *   // Rank 0 has tokens 0..511 and 3584..4095 (zigzag); ra_plan_q_runs lists those of a rank.
  *   static ra_status on_rank(ra_world *world, int rank, void *user) {
  *       ra_desc d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
  *       ra_tensors t = {0};
- *       ra_error why;
  *       d.tokens = 4096; d.ranks = 4; d.rank = rank; d.layout.kind = RA_LAYOUT_ZIGZAG;
- *       d.error = &why;
  *       t.q.data = q[rank]; t.k.data = k[rank]; t.v.data = v[rank]; t.o.data = o[rank];
- *       ra_status s = ra_ring_once(&d, ra_world_transport(world, rank), &t, RA_NO_DEADLINE);
- *       if (s) fprintf(stderr, "rank %d: %s: %s\n", rank, why.field, why.text);
  *       (void)user;
- *       return s;
+ *       return ra_ring_once(&d, ra_world_transport(world, rank), &t, RA_NO_DEADLINE);
  *   }
  *   int main(void) { return ra_world_run(4, on_rank, NULL, NULL) ? 1 : 0; }
  *
- * Program 4: one plan and one ring for all layers, over your own network. send_receive sends s and
- * receives r at the same time, and returns 0 when both are done.
+ * Program 4: one plan and one ring for all layers, over your own network. exchange is yours: it
+ * sends s and receives r at the same time, and returns RA_OK when both are done, or RA_E_IO.
  *
  *   #define RINGATTN_IMPLEMENTATION
  *   #include "ringattn.h"
- *   int send_receive(int to, const void *s, size_t s_len, int from, void *r, size_t r_len);
+ *   int exchange(void *ctx, int to, const void *s, size_t s_len, int from, void *r, size_t r_len,
+ *                uint64_t tag, int64_t deadline_ns);
  *
- *   static int exchange(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
- *                       size_t r_len, uint64_t tag, int64_t deadline_ns) {
- *       (void)ctx; (void)tag; (void)deadline_ns;  // a peer of RA_NO_PEER has length 0
- *       return send_receive(to, s, s_len, from, r, r_len) ? RA_E_IO : RA_OK;
- *   }
  *   int attend_layers(int rank, int ranks, int layers, const ra_tensors *layer) {
  *       ra_plan *plan = NULL; ra_ring *ring = NULL; ra_transport net = {0};
  *       ra_desc d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
@@ -129,8 +114,8 @@
  *   static float keys[3][1376][2][64], values[3][1376][2][64];    // ra_cache_rows of each rank
  *
  *   static ra_status on_rank(ra_world *world, int rank, void *user) {
+ *       ra_cache *cache = NULL; ra_cache_desc cd = {0}; ra_tensors t = {0};
  *       ra_desc d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
- *       ra_cache_desc cd = {0}; ra_cache *cache = NULL; ra_tensors t = {0};
  *       d.tokens = 1; d.kv_tokens = 4096; d.ranks = 3; d.rank = rank;    // most new, most in all
  *       cd.queries = RA_QUERIES_ALL;              // every rank passes the token's q and gets its o
  *       t.q.data = q; t.k.data = keys[rank]; t.v.data = values[rank]; t.o.data = o[rank];
@@ -139,8 +124,8 @@
  *           s = ra_cache_store(cache, &t, 0, n, k[0], v[0]);    // if this rank holds position n
  *           if (!s) s = ra_infer(cache, &t, &n, &fresh, RA_NO_DEADLINE);
  *       }
- *       ra_cache_destroy(cache);
  *       (void)user;
+ *       ra_cache_destroy(cache);
  *       return s;
  *   }
  *   int main(void) { return ra_world_run(3, on_rank, NULL, NULL) ? 1 : 0; }

@@ -15,13 +15,16 @@
 enum { RANKS = 3, LAYERS = 2, TOKENS = 4096, Q_ROW = 8 * 64, K_ROW = 2 * 64 };
 
 int attend_layers(int rank, int ranks, int layers, const ra_tensors *layer);
-int send_receive(int to, const void *s, size_t s_len, int from, void *r, size_t r_len);
+int exchange(void *ctx, int to, const void *s, size_t s_len, int from, void *r, size_t r_len,
+             uint64_t tag, int64_t deadline_ns);
 
 static int peer[RANKS];                /* this process's socket to each other one */
 static long messages;
 
-int send_receive(int to, const void *s, size_t s_len, int from, void *r, size_t r_len) {
+int exchange(void *ctx, int to, const void *s, size_t s_len, int from, void *r, size_t r_len,
+             uint64_t tag, int64_t deadline_ns) {
     size_t sent = 0, got = 0;
+    (void)ctx; (void)tag; (void)deadline_ns;
     messages++;
     while (sent < s_len || got < r_len) {
         struct pollfd f[2];
@@ -30,19 +33,19 @@ int send_receive(int to, const void *s, size_t s_len, int from, void *r, size_t 
         f[0].events = POLLOUT;
         f[1].fd = got < r_len ? peer[from] : -1;
         f[1].events = POLLIN;
-        if (poll(f, 2, 20000) <= 0) return 1;
+        if (poll(f, 2, 20000) <= 0) return RA_E_IO;
         if (f[0].fd >= 0 && f[0].revents) {
             n = send(peer[to], (const char *)s + sent, s_len - sent, MSG_DONTWAIT | MSG_NOSIGNAL);
-            if (n < 0 && errno != EAGAIN) return 1;
+            if (n < 0 && errno != EAGAIN) return RA_E_IO;
             if (n > 0) sent += (size_t)n;
         }
         if (f[1].fd >= 0 && f[1].revents) {
             n = recv(peer[from], (char *)r + got, r_len - got, MSG_DONTWAIT);
-            if (n == 0 || (n < 0 && errno != EAGAIN)) return 1;
+            if (n == 0 || (n < 0 && errno != EAGAIN)) return RA_E_IO;
             if (n > 0) got += (size_t)n;
         }
     }
-    return 0;
+    return RA_OK;
 }
 
 static float value(int which, int layer, int64_t position, int column) {
