@@ -219,6 +219,8 @@ lint() {
     sed -n 's/^ *X(\(RA_[A-Z_]*\),.*/\1/p' ringattn.h | while read -r status; do
         grep -qw "$status" tests/*.c || echo "ringattn.h:1: statuses: no test mentions $status"
     done
+    n=$(cat README.md 2>/dev/null | wc -l)
+    [ "$n" -le 115 ] || echo "README.md:$n: readme: $n lines, at most 115: two screens"
     for f in *; do
         case $f in
             ringattn.h | tests | examples | bench | Makefile | README.md | LICENSE | build) ;;
@@ -261,6 +263,7 @@ bad_sample() {
         echo "int y = { {"
     } > "$1/ringattn.h"
     : > "$1/tests/test_none.c"
+    seq 116 > "$1/README.md"
 }
 
 scratch=$root/build/lint
@@ -274,7 +277,7 @@ bad_sample "$scratch/bad"
 judged "$scratch/bad" > "$scratch/bad.log"
 deaf=0
 for rule in columns tabs blanks unfinished head contents banner api includes macros undef \
-            conditionals opening length parameters forward calls braces statuses top; do
+            conditionals opening length parameters forward calls braces statuses readme top; do
     grep -q "^[^ ]*:[0-9]*: $rule: " "$scratch/bad.log" && continue
     echo "tests/lint.sh:1: self-test: rule '$rule' finds nothing in the bad sample"
     deaf=1
