@@ -18229,9 +18229,17 @@ static void ra__ring_returned(const ra_ring *r, int64_t i) {
                         &r->pause);
 }
 
-/* Takes the messages of a queue that have ended, in order. 0, or the failure of the pass. */
+/* Takes the messages of a queue that have ended, in order. A hello or notice that has failed is
+ * noticed although others before it are still to come. 0, or the failure of the pass. */
 static int ra__ring_take(ra_ring *r, int which) {
     ra__queue *queue = &r->queue[which];
+    const ra__queue *out = &r->queue[RA__HELLO_OUT];
+    const int links = which >= RA__RECEIVES && which <= RA__RETURNS;
+    for (int64_t i = queue->done; i < queue->posted && !links; i++)
+        if (ra__queue_op(queue, i)->state < 0)
+            return ra__ring_op_done(r, ra__queue_op(queue, i), ra__queue_chunk(r, which, i));
+    if (which == RA__HELLO_IN && out->done < out->total) return 0; /* ours leaves even if this one
+                                                                    * fails the pass */
     for (;;) {
         const int64_t i = queue->done;
         const int64_t c = i < queue->total ? ra__queue_chunk(r, which, i) : RA__NOTICE;
@@ -18246,33 +18254,6 @@ static int ra__ring_take(ra_ring *r, int which) {
         if (which == RA__RECEIVES && queue->done == queue->total)
             ra__store_i32(&r->counters.waiting_peer, -1);
     }
-}
-
-/* Takes the hellos, first the one that is sent: it has left even if the other fails this pass. */
-static int ra__ring_take_hellos(ra_ring *r) {
-    const ra__queue *in = &r->queue[RA__HELLO_IN];
-    if (in->done < in->posted && ra__queue_op(in, 0)->state < 0)
-        return ra__ring_op_done(r, ra__queue_op(in, 0), RA__HELLO);
-    for (int32_t k = RA__HELLO_OUT; k <= RA__HELLO_IN; k++) {
-        int done = ra__queue_look(r, &r->queue[k], RA__HELLO);
-        if (done < 0) return done;
-        if (done > 0) ra__queue_next(r, &r->queue[k]);
-        if (r->queue[k].done < r->queue[k].total) return 0;
-    }
-    return 0;
-}
-
-/* Takes notices. One that has failed is noticed although others before it are still to come. */
-static int ra__ring_take_notices(ra_ring *r) {
-    for (int32_t k = RA__NOTICES_IN; k <= RA__NOTICES_OUT; k++) {
-        const ra__queue *queue = &r->queue[k];
-        int done = ra__ring_take(r, k);
-        for (int64_t i = queue->done; i < queue->posted && done >= 0; i++)
-            if (ra__queue_op(queue, i)->state < 0)
-                done = ra__ring_op_done(r, ra__queue_op(queue, i), RA__NOTICE);
-        if (done < 0) return done;
-    }
-    return 0;
 }
 
 /* Counts for the owners of keys that are read here that this rank computes, and looks whether the
@@ -18304,11 +18285,8 @@ static int ra__ring_comm(ra_ring *r) {
     ra__ring_agree(r);
     if (ra__ring_hello(r)) ra__ring_more(r);
     ra_status s = ra__ring_drive(r);
-    if (!s) s = ra__ring_take_hellos(r);
-    if (!s) s = ra__ring_take(r, RA__RECEIVES);
-    if (!s) s = ra__ring_take(r, RA__RETURNS);
-    if (!s) s = ra__ring_take(r, RA__SENDS);
-    if (!s) s = ra__ring_take_notices(r);
+    for (int which = 0; which < RA__QUEUES && !s; which++)
+        s = ra__ring_take(r, which);
     if (s) return s;
     ra__ring_release(r);
     if (r->moves == before) return 0;
