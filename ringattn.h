@@ -1229,9 +1229,9 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  *
  * Messages. The n-th send matches the n-th receive per (peer, channel). Both sides compute the same
  * length, exact and at most max_msg; no message is split or empty. Keep message boundaries: a
- * message of another length is RA_E_TRUNC. (Level 0 cannot report a length: return RA_E_TRUNC.)
- * A send may wait for its receive. Tags start anew with each pass. Buffers are host memory. Nothing
- * marks where a pass begins or ends.
+ * receive that meets another length ends with RA_E_TRUNC, and its send with that or DONE (level 0
+ * returns RA_E_TRUNC). A send may wait for its receive. Tags start anew with each pass. Buffers are
+ * host memory. Nothing marks where a pass begins or ends.
  *
  * Channel 0 carries chunks from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan
  * says). Channel 1 is used with RA_CAP_SHARED, and in backward passes, where gradients return on
@@ -1280,8 +1280,8 @@ typedef struct ra_transport_op {       /* the library's; stays at its address wh
     size_t   done;                     /* bytes moved, written before DONE; 0 counts as len. With
                                         * RA_E_TRUNC: bytes of buf that have come; if there are 64
                                         * the failure names what ranks disagree about. A send is
-                                        * DONE when buf may be used again, even if the message has
-                                        * not been received */
+                                        * DONE when buf may be used again and the message arrives
+                                        * even if this rank never calls the transport again */
     void    *scratch[8];               /* yours while PENDING or lent; zero when posted */
 } ra_transport_op;
 
@@ -1320,17 +1320,17 @@ struct ra_transport {
 
     /* Required with post. Drives progress, also with n = 0; never blocks; moves PENDING ops to DONE
      * or to a negative status: those of ops[0..n), others of this ctx if you like. Returns RA_OK,
-     * or an RA_E_* of the context itself: the ring has then failed. While a thread that may call
-     * the transport is in ra_step the next poll comes within 0.5 ms, even while chunks are
-     * computed, packed and checked: after 0.2 ms and one more piece of work. A piece is one call of
-     * a kernel (a tile or two, with AMX up to 8), of an engine, of refetch or of another
-     * callback. */
+     * or an RA_E_* of the context itself: the ring has then failed. If one peer has failed, end the
+     * ops of that peer instead: then the failure names it. While a thread that may call the
+     * transport is in ra_step the next poll comes within 0.5 ms, even while chunks are computed,
+     * packed and checked: after 0.2 ms and one more call of a kernel (a tile or two, with AMX up to
+     * 8), of an engine, of refetch or of another callback. */
     int (*poll)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* The callbacks from here on are optional. wait: as poll, but may block until one of ops leaves
      * PENDING, until abort or until deadline_ns, which is at most 2 ms away and may be past. It
-     * returns RA_OK, at once if none is PENDING; an error ends the pass. Without it the library
-     * polls, yields, sleeps. */
+     * returns RA_OK, at once if none is PENDING; an error ends the pass. Without it, and in a ring
+     * without RA_CAP_ANY_THREAD, the library polls, yields, sleeps. */
     int (*wait)(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns);
 
     /* Registers n bytes of the ring's buffers once, in ra_ring_create; dereg in ra_ring_destroy.
@@ -1346,15 +1346,15 @@ struct ra_transport {
      * abort. */
     int (*release)(void *ctx, ra_transport_op *op);
 
-    /* Any thread, any time, wait-free, idempotent; frees nothing. From now on all ops end with
-     * RA_E_ABORTED, and wait returns. `why` is the RA_E_* of this rank. Send the peers a notice if
-     * you can: their ops then end with RA_E_ABORTED at once. If you only close connections, peers
-     * blame this rank (RA_E_PEER); otherwise they wait for their deadline or watchdog. */
+    /* Any thread, any time, wait-free, idempotent; frees nothing, writes no op. From now on post,
+     * poll and wait end all ops with RA_E_ABORTED. `why` is the RA_E_* of this rank. Send the peers
+     * a notice if you can: their ops then end with RA_E_ABORTED at once. If you only close
+     * connections they blame this rank (RA_E_PEER), otherwise they wait for their deadline. */
     int (*abort)(void *ctx, int why);
 
     /* Required with RA_CAP_SHARED; without quiesce a ring that fails with ops pending is leaked
-     * (RA_E_UNSAFE). Called after abort, as the ring ends, without ops. RA_OK: no buffer of the
-     * ring, and with RA_CAP_SHARED no tensor of this rank, will be touched again. Anything else is
+     * (RA_E_UNSAFE). Called after abort, as the ring ends, without ops. RA_OK: no op or buffer of
+     * the ring, and with RA_CAP_SHARED no tensor of this rank, will be touched again. All else is
      * final: that cannot be promised. May block until deadline_ns; receive what peers still send,
      * or they wait for you. With RA_CAP_SHARED the last thread in ra_step also calls it, with a
      * past deadline, only to announce that this rank has stopped. */

@@ -80,6 +80,7 @@ typedef struct cf_maker {
     X(BYTES, "the bytes of a message arrive as they were sent")                                   \
     X(VISIBLE, "a receive is DONE when its bytes are in the buffer, not before")                  \
     X(REUSE, "a send is DONE when its buffer may be used again, not before")                      \
+    X(ARRIVES, "a send that is DONE arrives even if its rank never calls the transport again")    \
     X(RECV_AFTER, "a receive's buffer is the transport's until DONE, and no longer")              \
     X(READ_ONLY, "a send's buffer is read-only for all while PENDING")                            \
     X(BOUNDS, "a receive writes its len bytes and no others")                                     \
@@ -615,6 +616,22 @@ static inline void cf_t_sizes(cf_rank *r) {
     static const int size[] = { 1, 2, 3, 7, 8, 63, 64, 65, 127, 4096, 4097, 65535, 65537, 300001 };
     for (int i = 0; i < (int)(sizeof size / sizeof *size); i++)
         if (!cf_swap(r, 0, 2 * i, (size_t)size[i], CF_PROGRESS)) return;
+}
+
+/* Rank 0 sends. When the send is DONE it makes no more calls until rank 1 has the message. */
+static inline void cf_t_arrives(cf_rank *r) {
+    static const int size[] = { 64, 60013, 900001 };
+    for (int i = 0; i < (int)(sizeof size / sizeof *size) && r->rank < 2; i++) {
+        int32_t *flag = &r->shared->flag[0][i];
+        cf_op op, *list[1] = { &op };
+        cf_op_make(r, &op, r->rank ? RA_MSG_RECV : RA_MSG_SEND, cf_message(0, 1, 0, 0, i),
+                   (size_t)size[i]);
+        if (!cf_finish(r, 0, list, 1, r->rank ? CF_ARRIVES : CF_PROGRESS)) return;
+        if (r->rank) cf_store(flag, 1);
+        else if (!cf_await(r, flag, 1, 2 * r->patience)) return;
+        cf_op_free(&op);
+    }
+    cf_meet(r);
 }
 
 static inline void cf_t_largest(cf_rank *r) {
@@ -1473,6 +1490,7 @@ static inline void cf_t_lone(cf_rank *r) {
 static const cf_test cf_tests[] = {
     { "properties",       cf_t_struct,    CF_LEVEL_0 | CF_LEVEL_1,  1, CF_CRASH },
     { "a ring of one",    cf_t_lone,      CF_ALONE,                 1, CF_LONE },
+    { "silent when done", cf_t_arrives,   CF_LEVEL_1 | CF_ONE_WORLD, 1, CF_ARRIVES },
     { "sizes",            cf_t_sizes,     CF_LEVEL_1,               1, CF_PROGRESS },
     { "order, in flight", cf_t_order,     CF_LEVEL_1,               1, CF_PROGRESS },
     { "blocks nowhere",   cf_t_blocks,    CF_LEVEL_1,               1, CF_POST_BLOCKS },

@@ -175,6 +175,28 @@ static void ch_stale(ch_world *w, ra_transport_op *in) {
     if (!flow) flow = now;
 }
 
+/* ARRIVES: a send is done as soon as the transport has a copy, which later calls of its rank bring
+ * to the receive. */
+static void ch_hold(ch_world *w, ch_queue *sends, ch_queue *recvs, int sender) {
+    ra_transport_op *out = sends->first, *in = recvs->first;
+    if (in && in->scratch[CH_COPY] && sender) {
+        in->scratch[CH_DELAY] = (void *)((uintptr_t)in->scratch[CH_DELAY] - 1);
+        if (in->scratch[CH_DELAY]) return;
+        memcpy(in->buf, in->scratch[CH_COPY], in->len);
+        free(in->scratch[CH_COPY]);
+        in->scratch[CH_COPY] = NULL;
+        ch_remove(recvs, in);
+        ch_met(w, in, RA_OK);
+    } else if (in && out && !in->scratch[CH_COPY]) {
+        in->scratch[CH_COPY] = calloc(1, in->len);
+        if (!in->scratch[CH_COPY]) abort();
+        memcpy(in->scratch[CH_COPY], out->buf, in->len < out->len ? in->len : out->len);
+        in->scratch[CH_DELAY] = (void *)(uintptr_t)2;
+        ch_remove(sends, out);
+        ch_met(w, out, RA_OK);
+    }
+}
+
 /* The first send of a flow meets its first receive. */
 static void ch_meet(ch_world *w, ch_queue *sends, ch_queue *recvs) {
     while (sends->first && recvs->first) {
@@ -223,7 +245,9 @@ static void ch_meet_all(ch_seat *s, int polls) {
                 if (w->wrong == CH_POLL_NONE && !polls && !way) continue;
                 if (w->wrong == CH_POLL_NONE && way) continue;
                 if (w->wrong == CH_PROGRESS && i && w->sends[ring][from][to][0].first) continue;
-                ch_meet(w, &w->sends[ring][from][to][i], &w->recvs[ring][from][to][i]);
+                if (w->wrong == CH_ARRIVES)
+                    ch_hold(w, &w->sends[ring][from][to][i], &w->recvs[ring][from][to][i], !way);
+                else ch_meet(w, &w->sends[ring][from][to][i], &w->recvs[ring][from][to][i]);
             }
 }
 
