@@ -2438,9 +2438,15 @@ RA__INLINE void ra__merge_rows(float *o, float *lse, int64_t step, const float *
     }
 }
 
+/* The same for every processor, also the merge of kernels that have no wider vectors. */
+RA__NOINLINE void ra__merge_plain(float *o, float *lse, int64_t step, const float *o2,
+                                  const float *lse2, int64_t rows, int32_t dim) {
+    ra__merge_rows(o, lse, step, o2, lse2, rows, dim, ra__merge_row);
+}
+
 RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
                            int32_t dim) {
-    ra__merge_rows(o, lse, 1, o2, lse2, rows, dim, ra__merge_row);
+    ra__merge_plain(o, lse, 1, o2, lse2, rows, dim);
 }
 
 /* ========================================================================== KERNEL
@@ -4799,7 +4805,8 @@ RA__ISA_STATIC void RA__NAME(put_grad)(void *to, const float *x, int32_t dtype, 
 
 RA__ISA_STATIC void RA__NAME(merge)(float *o, float *lse, int64_t step, const float *o2,
                                     const float *lse2, int64_t rows, int32_t dim) {
-    ra__merge_rows(o, lse, step, o2, lse2, rows, dim, RA__MERGE_ROW);
+    if (RA__WIDTH == 4) ra__merge_plain(o, lse, step, o2, lse2, rows, dim);
+    else ra__merge_rows(o, lse, step, o2, lse2, rows, dim, RA__MERGE_ROW);
 }
 
 RA__ISA_STATIC void RA__NAME(ends)(const float *m, const float *l, int32_t n, float *factor,
