@@ -1540,9 +1540,10 @@ RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_h
 #endif
 
 /* gcc spends much of the time of -O2 on passes that gain little here. Kernels are unrolled and
- * vectorised by hand, and are compiled at O2 without those passes. Code that runs per task is
- * compiled at O1, per plan or per message at Og: more makes no measurable difference. A program
- * that is compiled without optimisation gets none of this.
+ * vectorised by hand, and are compiled at O2 without those passes. Code that runs per call or per
+ * task is compiled at O1, with small functions inlined as at O2. Code that runs per plan or per
+ * message is compiled at Og. More makes no measurable difference. A program that is compiled
+ * without optimisation gets none of this.
  * PERF: kernels need O2, because only there gcc 12 unrolls loops before it keeps arrays in
  * registers. At O1 each tile of sums goes through the stack. bf16, 4096 tokens, D 64 and 128, 4
  * rounds on a Zen 5, O1 -> O2: forward 313 -> 390 and 348 -> 414 GFLOP/s, backward 315 -> 393 and
@@ -8495,6 +8496,8 @@ static uint32_t ra__crc(uint32_t crc, const void *data, int64_t n) {
 
 #undef RA__CRC_POLY
 
+RA__OPTIMIZE_BEGIN("O1,inline-small-functions")
+
 /* ========================================================================== GEOMETRY
  * Positions and masks: which rows a rank holds, and which keys a row sees. In: descriptor. Out:
  * runs of rows, blocks of at most 64 rows, intervals per row, bounds per block, and the class of a
@@ -10496,8 +10499,6 @@ static int32_t ra__desc_order(const ra_desc *d, int square) {
                ? RA_ORDER_DESCENDING : RA_ORDER_ASCENDING;
 }
 
-RA__OPTIMIZE_BEGIN("O1")
-
 /* ========================================================================== FORWARD
  * Computes: some query rows against the keys of one chunk. In: the call's tensors and where the
  * keys are. Out: running (m, l, acc), or O and LSE after the last chunk. Every row folds the blocks
@@ -11863,8 +11864,6 @@ static int ra__back_sink_some(const ra__back *b, int32_t head, ra__back_scratch 
     return 1;
 }
 
-RA__OPTIMIZE_END
-
 /* ========================================================================== LOCAL
  * One call on one rank: its checks, and attention by tasks that the threads (ith of nth) share. In:
  * a descriptor and tensors. Out: O and LSE. No plan, no ring, no allocation. */
@@ -13133,8 +13132,6 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
     }
     return RA_OK;
 }
-
-RA__OPTIMIZE_BEGIN("O1")
 
 /* ========================================================================== LOCAL BACKWARD
  * Gradients on one rank. In: the tensors of a call, dO, and O and LSE of its forward pass. Out: dQ,
