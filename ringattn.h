@@ -21506,8 +21506,8 @@ static int32_t ra__cache_travels(const ra_cache *c) {
  * bytes less that they are worth a latency and a message more per peer. Where memory is shared and
  * one rank alone wants a row, MERGE moves as many bytes in all, so one exchange is taken.
  * PERF: 2 processors of a Zen 5 for all ranks, 1 to 16 sequences of 1 token over 64, 32/8 heads,
- * D 128, RA_QUERIES_ALL: MERGE takes 1.10 to 1.3 times as long where it saves 11 to 87 KB, 0.94
- * (P = 4) at 99 KB, 0.86 and 0.83 at 198 and 396, 0.7 and 0.54 (P = 8) at 350 and 1386 KB. */
+ * D 128, RA_QUERIES_ALL: MERGE takes 0.94 to 1.3 times as long where it saves 11 to 88 KB, 0.90
+ * (P = 4) at 99 KB, 0.84 and 0.75 at 198 and 396, 0.85 and 0.50 (P = 8) at 350 and 1386 KB. */
 enum { RA__MERGE_SAVES = 64 << 10, RA__MERGE_SAVES_PEER = 8 << 10 };
 static int32_t ra__cache_way(const ra_cache *c) {
     const int32_t way = ra__cache_travels(c);
