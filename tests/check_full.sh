@@ -224,7 +224,8 @@ run_nccl() {
 # What only computes. Whole worlds in virtual time, with faults; planted mistakes; a model of the
 # bundled world's protocol.
 run_sim() {
-    released build/release/tests/test_sim
+    released build/release/tests/test_sim build/release/tests/test_orders
+    step orders build/release/tests/test_orders --long
     step sim build/release/tests/test_sim seeds --long
 }
 
@@ -259,7 +260,7 @@ aside() {
 
 run_survives() {
     step -x survives-build make build/release/examples/ring_survives
-    step -x ring-survives timeout 120 build/release/examples/ring_survives --tokens 1024 --times 50
+    step -x ring-survives timeout 300 build/release/examples/ring_survives --tokens 1024 --times 300
 }
 
 run_windows() {
@@ -390,7 +391,8 @@ all() {
     libraries &
     run_lint
     step -x release-build make -j"$(nproc)" build/release/tests/test_sim \
-        build/release/tests/test_resume build/release/tests/test_schedule
+        build/release/tests/test_orders build/release/tests/test_resume \
+        build/release/tests/test_schedule
     aside sim spin                     # the two that have no time limit of their own
     computing=$!
     run_matrix
