@@ -43,7 +43,8 @@
  *       return 0;
  *   }
  *
- * Program 2: a prompt in pieces of 512 tokens, a cache in f16, four threads of the engine.
+ * Program 2: a prompt in pieces of 512 tokens, a cache in f16, four threads of the engine. memory
+ * has ra_attention_bytes(&d, 4) bytes or more.
  *
  *   #define RINGATTN_IMPLEMENTATION
  *   #include "ringattn.h"
@@ -154,7 +155,10 @@
  *   task      inside: up to 256 query rows of one head group that one thread works on
  *   panel     inside: the rows of a task that one call of a kernel holds in registers and cache
  *   segment   inside: a piece of a run
- *   item      inside: some keys and where they are stored; in CACHE a part of a stage
+ *   item      inside: some keys and where they are stored
+ *   stretch   inside: keys that decoding reads for all heads of a task before the next ones
+ *   series    inside: chunks that a task folds before it stores its sums
+ *   portion   inside: of a stage of a CACHE call, what one thread at a time works on
  *   queue     inside: messages of one kind and direction
  * and LSE is the natural log of the sum of exp of a row's scores.
  *
@@ -170,7 +174,7 @@
  *                  PLAN).
  *   ra_infer       is ra_infer_begin, then ra_infer_step until done (CACHE). A call has a few
  *                  stages with messages between them. Each stage attends some rows to the keys of
- *                  one rank, and the last one merges. A step works on an item of a stage by the
+ *                  one rank, and the last one merges. A step works on a portion of a stage by the
  *                  tasks of LOCAL or DECODE.
  *
  * Contents. Each room uses only rooms above it.
@@ -542,8 +546,8 @@ typedef struct ra_rates {              /* all required and > 0, except latency, 
 } ra_rates;
 
 /* -------------------------------------------------------------------------- the descriptor
- * One struct describes every computation. AGREED unless marked local. For one rank leave the part
- * Ranks zero, for inference the part Training. */
+ * One struct describes every computation. AGREED unless marked local. For one rank leave the fields
+ * under Ranks zero, for inference those under Training. */
 typedef struct ra_desc {
     /* What to compute */
     int32_t q_heads, kv_heads;         /* required, up to 65536; Hq is a multiple of Hkv: query head
@@ -1138,7 +1142,7 @@ typedef struct ra_cache_desc {         /* {0} or a null pointer: all defaults. A
     int32_t lanes;                     /* ranks..1024; 0: ranks. Worlds of different sizes get equal
                                         * bits if their lanes are equal, such as 8 or 64 */
     int32_t queries;                   /* RA_QUERIES_* */
-    int32_t way;                       /* RA_INFER_*; PASS_Q needs no buffers for keys */
+    int32_t travel;                    /* RA_INFER_*; PASS_Q needs no buffers for keys */
     int32_t form;                      /* RA_FORM_* */
     void   *workspace;                 /* as in ra_ring_desc */
     size_t  workspace_bytes;           /* see ra_cache_workspace */
@@ -1151,8 +1155,8 @@ typedef struct ra_cache_desc {         /* {0} or a null pointer: all defaults. A
 /* d->tokens is the most new tokens of a sequence per call, d->kv_tokens the most positions of a
  * sequence, ranks and rank as for a plan. layout.weights: relative sizes of the shards. d->mask is
  * NONE or CAUSAL without documents, d->scores without bias. q_offset, tokens_of, kv_tokens_of,
- * layout.kind, order, engine and the part Training stay 0. d->threads threads may step a call. net
- * (null: one rank) needs RA_CAP_ANY_PEER if there are more than 2 ranks; a refusal says what
+ * layout.kind, order, engine and the fields of Training stay 0. d->threads threads may step a call.
+ * net (null: one rank) needs RA_CAP_ANY_PEER if there are more than 2 ranks; a refusal says what
  * max_msg must be. One cache object serves all layers. */
 RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
                                        const ra_cache_desc *cd);
@@ -1205,10 +1209,10 @@ RINGATTN_API const ra_error *ra_cache_error(const ra_cache *c);
 
 /* What a call with these counts would do on this rank. Sends nothing; not during a call. */
 typedef struct ra_infer_report {
-    int32_t way;                       /* RA_INFER_*, not AUTO; one rank: PASS_Q */
+    int32_t travel;                    /* RA_INFER_*, not AUTO; one rank: PASS_Q */
     int64_t q_rows, keys;              /* rows of t->q, and keys held here, of all sequences */
     int64_t messages_in, messages_out, bytes_in, bytes_out;
-    int32_t bits_any_company;          /* 1: the bits of a row depend on nothing but the row */
+    int32_t bits_any_call;             /* 1: the bits of a row depend on nothing but the row */
 } ra_infer_report;
 RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const int64_t *fresh,
                                       ra_infer_report *out);
@@ -1354,10 +1358,10 @@ struct ra_transport {
 
     /* Required with RA_CAP_SHARED; without quiesce a ring that fails with ops pending is leaked
      * (RA_E_UNSAFE). Called after abort, as the ring ends, without ops. RA_OK: no op or buffer of
-     * the ring, and with RA_CAP_SHARED no tensor of this rank, will be touched again. All else is
-     * final: that cannot be promised. May block until deadline_ns; receive what peers still send,
-     * or they wait for you. With RA_CAP_SHARED the last thread in ra_step also calls it, with a
-     * past deadline, only to announce that this rank has stopped. */
+     * the ring, and with RA_CAP_SHARED no tensor of this rank, will be touched again. Another value
+     * is final: this cannot be promised. May block until deadline_ns; receive what peers still
+     * send, or they wait for you. With RA_CAP_SHARED the last thread in ra_step also calls it, with
+     * a past deadline, only to announce that this rank has stopped. */
     int (*quiesce)(void *ctx, int64_t deadline_ns);
 
     /* Text for a code that a callback returned, or null. A failure quotes up to 160 bytes. */
@@ -12251,7 +12255,7 @@ typedef struct ra__decode {
     int32_t group;                     /* query heads per kv head */
     int32_t modifies;                  /* 1: scores of some row may be more than dot products */
     float factor;                      /* ra__q_factor */
-    int32_t row[RA__DECODE_PAIRS], lane[RA__DECODE_PAIRS]; /* of a pair: row, head of the group */
+    int32_t row[RA__DECODE_PAIRS], member[RA__DECODE_PAIRS]; /* of a pair: row, head in its group */
     int32_t at[RA__DECODE_PAIRS];      /* position of a row, */
     ra__sees sees[RA__DECODE_PAIRS];   /* what it sees */
     ra__bounds bounds[RA__DECODE_PAIRS];
@@ -12382,7 +12386,7 @@ static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t h
     memset(f->score, 0, sizeof f->score);
     for (int32_t r = 0; r < f->count; r++) {
         const int32_t row = x->row[pair + r];
-        const int32_t q_head = (x->head + head) * x->group + x->lane[pair + r];
+        const int32_t q_head = (x->head + head) * x->group + x->member[pair + r];
         f->score[r] = ra__score_of(&c->w, x->sequence, row, q_head);
         f->modified |= ra__score_is_modified(&f->score[r]);
         for (int32_t i = r; i < 16; i += RA__DECODE_ROWS) f->slope[i] = f->score[r].slope;
@@ -12414,7 +12418,7 @@ RA__INLINE void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head,
     if (x->modifies) ra__decode_scores(c, x, head, pair, f);
     for (int32_t r = 0; r < f->count; r++) {
         const int32_t row = x->row[pair + r];
-        const int32_t q_head = (x->head + head) * x->group + x->lane[pair + r];
+        const int32_t q_head = (x->head + head) * x->group + x->member[pair + r];
         const ra__view q = ra__view_at(c->w.q, x->sequence, row, q_head);
         c->w.kernel->decode_load(f, r, q.data, f->factor);
     }
@@ -12442,7 +12446,7 @@ static void ra__decode_indirect(const ra__local *c, ra__decode *x) {
 /* O and LSE of a pair of kv head `head` of the task, from row pair % RA__DECODE_ROWS of f. */
 static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t head, int32_t pair,
                              const ra__decode_rows *f) {
-    const int32_t q_head = (x->head + head) * x->group + x->lane[pair];
+    const int32_t q_head = (x->head + head) * x->group + x->member[pair];
     const float *sink = c->d.scores & RA_SCORE_SINKS ? c->w.t->sinks + q_head : NULL;
     void *o = ra__view_out(ra__view_at(c->w.o, x->sequence, x->row[pair], q_head));
     void *lse = ra__view_out(ra__view_at(c->w.lse, x->sequence, x->row[pair], q_head));
@@ -12665,7 +12669,7 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     for (int32_t i = 0; i < x->rows; i++) ra__decode_row(c, x, i);
     for (int32_t i = 0; i < x->pairs; i++) {
         x->row[i] = i / x->group;
-        x->lane[i] = i % x->group;
+        x->member[i] = i % x->group;
     }
     x->lean = x->pairs == 1 && tokens * c->d.kv_heads <= RA__DECODE_CACHED /
               (ra__row_bytes(c->d.k_dtype, c->d.k_dim) + ra__row_bytes(c->d.v_dtype, c->d.v_dim));
@@ -20669,17 +20673,17 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  *
  * A call consists of stages and swaps, in a fixed order. A stage attends query rows to the keys of
  * one rank; the last stage merges partial results and writes rows. A swap is one message sent and
- * one received. Stages wait for swaps, and swaps for stages. Threads share the items of the open
- * stage. A step does a bounded part of an item, and the next step of any thread continues it.
+ * one received. Stages wait for swaps, and swaps for stages. Threads share the portions of the open
+ * stage. A step does a bounded part of a portion, and the next step of any thread continues it.
  *
  * Pools. If one rank has all keys, or can read them all because memory is shared (RA_CAP_SHARED,
- * RA_INFER_PASS_KV), a call is a pool: it has one stage, in which the rows of an item are attended
- * to all lanes. The rank that computes an item also writes its outputs, in the memory of the ranks
- * that hold the rows. In a pool of several ranks each first sends the others the address of its
- * cache (RA__FRAME_POOL). They claim items from a counter of rank 0. A rank that holds no item any
- * more sends RA__FRAME_POOL_END. A call ends when this has come from all ranks, so until then the
- * counts and tensors of all ranks stay as they are. After a failure quiesce reports when no rank
- * reads them any more.
+ * RA_INFER_PASS_KV), a call is a pool: it has one stage, in which the rows of a portion are
+ * attended to all lanes. The rank that computes a portion also writes its outputs, in the memory of
+ * the ranks that hold the rows. In a pool of several ranks each first sends the others the address
+ * of its cache (RA__FRAME_POOL). They claim portions from a counter of rank 0. A rank that holds no
+ * portion any more sends RA__FRAME_POOL_END. A call ends when this has come from all ranks, so
+ * until then the counts and tensors of all ranks stay as they are. After a failure quiesce reports
+ * when no rank reads them any more.
  *
  * Order of sums. The keys of a lane are summed in ascending order. The form of prefill sums them
  * block by block in one online softmax. The form of decoding sums each leaf of RA__LEAF keys in one
@@ -20698,18 +20702,19 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  * after the other, and a ring needs P - 1 latencies. bench/README.md has the figures.
  *
  * Joint sequences. Consecutive sequences with one new token each, whose tables begin with the same
- * pages, are one item with a row of each. A whole leaf that they all have in the same pages is one
- * call for all rows; any other leaf is one call per row. The tree is the same as for each alone. */
+ * pages, are one portion with a row of each. A whole leaf that they all have in the same pages is
+ * one call for all rows; any other leaf is one call per row. The tree is the same as for each
+ * alone. */
 
 enum { RA__LANE_BLOCK = 16 };          /* consecutive positions that belong to one lane */
 enum { RA__LEAF = 1024, RA__SPAN = 4, RA__WRITE_ROWS = 16 };
-enum { RA__SHARE_WORK = 1 << 18 };     /* fewest multiply-adds of an item in the form of decoding */
+enum { RA__SHARE_WORK = 1 << 18 };     /* least multiply-adds of a portion in the decoding form */
 enum { RA__MOST_LANES = 1024, RA__TREE_DEPTH = 11 };        /* of the tree: log2 of lanes, plus 1 */
-enum { RA__FRAME_Q = 4, RA__FRAME_KV = 5, RA__FRAME_PART = 6 };
+enum { RA__FRAME_Q = 4, RA__FRAME_KV = 5, RA__FRAME_PARTIAL = 6 };
 enum { RA__FRAME_POOL = 8, RA__FRAME_POOL_END = 9, RA__FRAME_SUMS = 10 };
 enum { RA__NOTE_BYTES = RA__FRAME_BYTES + 64 };        /* a frame and the address of a cache */
 enum { RA__SWAP_IDLE, RA__SWAP_POSTED, RA__SWAP_DONE };
-#define RA__CLAIM_ITEMS (((int64_t)1 << 40) - 1)
+#define RA__CLAIM_PORTIONS (((int64_t)1 << 40) - 1)
 #define RA__CLAIM_TURNS ((int64_t)0x3fffff)
 
 /* A subtree of the tree of lanes whose lanes [first, last) all belong to one rank. */
@@ -20750,11 +20755,12 @@ typedef struct ra__partials { float *data; int64_t pairs; } ra__partials;
 /* The place of a partial result: some heads of rows that are `step` heads apart. */
 typedef struct ra__partial { float *o, *lse; int64_t step; } ra__partial;
 
-/* An item is some rows of a sequence, attended to the lanes of the stage. In the form of prefill it
- * has up to tile_rows rows of one KV head. In the form of decoding it has up to decode_tokens rows
- * of some or all heads, and with slots it covers one span of one lane. Joint sequences have one
- * item, with a row of each. In the last stage of a call an item is write_rows rows to write. */
-typedef struct ra__cache_item {
+/* A portion is some rows of a sequence, attended to the lanes of the stage. In the form of prefill
+ * it has up to tile_rows rows of one KV head. In the form of decoding it has up to decode_tokens
+ * rows of some or all heads, and with slots it covers one span of one lane. Joint sequences have
+ * one portion, with a row of each. In the last stage of a call a portion is write_rows rows to
+ * write. */
+typedef struct ra__cache_portion {
     int32_t b, decode;                 /* first sequence; 1: the form of decoding */
     int32_t head, heads;               /* KV heads [head, head + heads) */
     int32_t joint;                     /* sequences, from b on */
@@ -20772,17 +20778,17 @@ typedef struct ra__cache_item {
     int32_t merges;                    /* 1: its sums are merged into the place before its own */
     int32_t gathered;                  /* 1: the queries are at the desk, in a pool of ranks */
     int32_t kept;                      /* 1: the queries are in panels, also for later lanes */
-} ra__cache_item;
+} ra__cache_portion;
 
-/* A desk: memory for one thread, and the item that is computed there. A step may leave an item
+/* A desk: memory for one thread, and the portion that is computed there. A step may leave a portion
  * unfinished, and a later step of any thread continues it. */
 typedef struct ra__cache_desk {
-    float *part[RA__TREE_DEPTH + 3];   /* partial results; the last: of an item of a pool */
+    float *partial[RA__TREE_DEPTH + 3]; /* partial results; the last: of a portion of a pool */
     uint8_t *workspace;
-    uint8_t *queries;                  /* of an item of a pool of several ranks, packed */
-    int32_t busy, open, idle;          /* atomic. 1: a thread is at the desk; 1: it has an item;
+    uint8_t *queries;                  /* of a portion of a pool of several ranks, packed */
+    int32_t busy, open, idle;          /* atomic. 1: a thread is at the desk; 1: it has a portion;
                                         * how often it was seen since a thread left it */
-    ra__cache_item x;
+    ra__cache_portion x;
     ra_tensors t;                      /* of the call on keys of a lane */
     ra_run run;
     ra__attend a;
@@ -20790,7 +20796,7 @@ typedef struct ra__cache_desk {
 
 struct ra_cache {
     ra_desc d;                         /* resolved */
-    ra_desc tile, decode;              /* of the calls of an item, in either form */
+    ra_desc tile, decode;              /* of the calls of a portion, in either form */
     const ra__kernel *tile_kernel, *decode_kernel;
     ra_cache_desc cd;
     ra_transport tp;
@@ -20800,11 +20806,11 @@ struct ra_cache {
     int32_t shared;                    /* 1: RA_CAP_SHARED, several ranks */
     uint32_t space;                    /* shared: address space */
     int32_t group;                     /* Hq / Hkv */
-    int32_t decode_tokens;             /* most rows of an item in the form of decoding. Without
+    int32_t decode_tokens;             /* most rows of a portion in the form of decoding. Without
                                         * RA_FORM_SAME more new tokens take that of prefill. 0: any
                                         * number does */
-    int64_t lane_rows, write_rows;     /* rows of a lane; rows that an item writes */
-    int64_t tile_rows, item_rows;      /* most rows of a prefill item; the most in this call */
+    int64_t lane_rows, write_rows;     /* rows of a lane; rows that a portion writes */
+    int64_t tile_rows, portion_rows;   /* most rows of a prefill portion; the most in this call */
     int32_t *lane_first;               /* [ranks + 1] */
     int32_t *lane_owner;               /* [lanes] */
     int32_t *tree_first;               /* [ranks + 1] first subtree of a rank */
@@ -20834,7 +20840,7 @@ struct ra_cache {
                                         * the sums of its rows */
     uint8_t *q_send, **q_recv, *q_all; /* messages of queries, by rank; queries of all ranks */
     uint8_t *kv_send, *kv_recv[2];     /* messages of keys */
-    uint8_t *part_out, **part_send;    /* partial results of all rows; messages of them, by rank */
+    uint8_t *partial_out, **partial_send;  /* partial results of all rows; messages, by rank */
     int64_t merge_rows;                /* most rows of a call of MERGE; 0: there is none */
     uint8_t *sums;                     /* MERGE: frame, then the sums of this rank's share */
     uint8_t **sums_send, **sums_recv;  /* [ranks] messages of sums */
@@ -20843,21 +20849,21 @@ struct ra_cache {
     float *slot_data;                  /* [slots][slot_floats] */
     ra__swap *swap;                    /* [swaps] */
     ra_transport_op **list;
-    int32_t way, swaps, stages;        /* RA_INFER_*; how many the call has */
+    int32_t travel, swaps, stages;     /* RA_INFER_*; how many the call has */
     int32_t pooled;                    /* 1: the call is a pool */
     struct ra_cache **peer;            /* [ranks] of a pool; this one among them */
 
     ra__query_rows queries;            /* of the open stage */
     ra__key_rows keys;
     ra__partials out;
-    int64_t items, opened;             /* of the open stage; stages opened so far */
-    int64_t claim;                     /* atomic: `opened` and the number of unclaimed items, in one
-                                        * word, so that no item of an earlier stage is claimed */
+    int64_t portions, opened;          /* of the open stage; stages opened so far */
+    int64_t claim;                     /* atomic: `opened` and the number of unclaimed portions: one
+                                        * word, so that no portion of an earlier stage is claimed */
     int64_t pools;                     /* pools of several ranks so far */
     int64_t pool;                      /* rank 0, atomic: as claim, with `pools`, for all ranks */
-    int32_t holding;                   /* atomic: threads that claim, and unfinished items */
+    int32_t holding;                   /* atomic: threads that claim, and unfinished portions */
     int64_t packed_call;               /* the call whose messages are packed */
-    int32_t open, stage;               /* atomic. 1: a stage is open, 2: all its items are claimed;
+    int32_t open, stage;               /* atomic. 1: a stage is open, 2: its portions are claimed;
                                         * stages that are done */
     int32_t ran;                       /* level 0: swaps that are done */
     ra__crew crew;
@@ -21035,7 +21041,7 @@ static int64_t ra__own_most(const ra_cache *c, int32_t rank) {
 static int64_t ra__keys_most(const ra_cache *c) {
     const int64_t rows = c->d.sequences * ra__most_rank_lanes(c) * c->lane_rows;
     const int64_t full = ra__min(ra__mul_sat(rows, ra__key_bytes(&c->d)), INT64_MAX / 8);
-    if (c->cd.way == RA_INFER_PASS_KV) return full;
+    if (c->cd.travel == RA_INFER_PASS_KV) return full;
     return ra__min(full, ra__mul_sat(c->most_rows, ra__query_bytes(&c->d) +
                                                        8 * ra__partial_floats(&c->d)));
 }
@@ -21057,7 +21063,7 @@ static void ra__cache_carve_desks(ra__arena *a, ra_cache *c) {
         ra__cache_desk x;
         memset(&x, 0, sizeof x);
         for (int32_t j = 0; j < RA__TREE_DEPTH + 3; j++)
-            x.part[j] = (float *)ra__carve(a, 4 * ra__max(ra__max(tile, few),
+            x.partial[j] = (float *)ra__carve(a, 4 * ra__max(ra__max(tile, few),
                                                          ra__partial_floats(&c->d)));
         x.workspace = (uint8_t *)ra__carve(a, bytes);
         if (c->ranks > 1) x.queries = (uint8_t *)ra__carve(a, queries);
@@ -21104,16 +21110,16 @@ static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
         if (!a->base) continue;
         c->result[r] = result;
         c->q_recv[r] = recv;
-        c->part_send[r] = send;
+        c->partial_send[r] = send;
     }
     ra__cache_carve_sums(a, c, align);
     if (moves || c->merge_rows)
-        c->part_out = (uint8_t *)ra__carve(a, ra__pairs_message(&c->d, c->most_rows * heads,
+        c->partial_out = (uint8_t *)ra__carve(a, ra__pairs_message(&c->d, c->most_rows * heads,
                                                                 trees));
     if (!moves) return;
     c->q_send = ra__carve_aligned(a, RA__FRAME_BYTES + own * q, align);
     c->q_all = (uint8_t *)ra__carve(a, c->most_rows * q);
-    if (c->cd.way == RA_INFER_PASS_Q || c->cd.way == RA_INFER_MERGE) return;
+    if (c->cd.travel == RA_INFER_PASS_Q || c->cd.travel == RA_INFER_MERGE) return;
     c->note_bytes = ra__round_up(RA__NOTE_BYTES, align);
     c->notes = ra__carve_aligned(a, c->note_bytes * 2 * ((int64_t)c->ranks + 1), align);
     if (c->shared) return;
@@ -21160,7 +21166,7 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
     c->key_row = (int64_t *)ra__carve(a, b * c->lanes * 8);
     c->result = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
     c->q_recv = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
-    c->part_send = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
+    c->partial_send = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
     c->sums_send = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
     c->sums_recv = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
     c->swap = (ra__swap *)ra__carve(a, swaps * (int64_t)sizeof(ra__swap));
@@ -21203,7 +21209,7 @@ static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd,
     const int32_t ranks = d->ranks ? d->ranks : 1;
     ra__checks x = { e, RA_OK };
     ra__constant(&x, "cache.queries", cd->queries, 0, RA_QUERIES_ALL);
-    ra__constant(&x, "cache.way", cd->way, 0, RA_INFER_MERGE);
+    ra__constant(&x, "cache.travel", cd->travel, 0, RA_INFER_MERGE);
     ra__constant(&x, "cache.form", cd->form, 0, RA_FORM_SAME);
     ra__refuse_pair_if(&x, cd->lanes && (cd->lanes < ranks || cd->lanes > RA__MOST_LANES),
                        RA_E_RANGE, "cache.lanes", "# is not 0 or in @..1024", cd->lanes, ranks);
@@ -21212,9 +21218,9 @@ static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd,
     ra__number(&x, "cache.new_tokens", cd->new_tokens, 0, INT64_MAX);
     ra__number(&x, "cache.watchdog_ns", cd->watchdog_ns, 0, INT64_MAX);
     ra__number(&x, "cache.quiesce_ns", cd->quiesce_ns, 0, INT64_MAX);
-    ra__refuse_if(&x, cd->queries == RA_QUERIES_ALL && cd->way == RA_INFER_PASS_KV && ranks > 1,
-                  RA_E_SHAPE, "cache.way",
-                  "# needs RA_QUERIES_OWN: every rank would compute every row", cd->way);
+    ra__refuse_if(&x, cd->queries == RA_QUERIES_ALL && cd->travel == RA_INFER_PASS_KV && ranks > 1,
+                  RA_E_SHAPE, "cache.travel",
+                  "# needs RA_QUERIES_OWN: every rank would compute every row", cd->travel);
     ra__refuse_if(&x, cd->workspace && !cd->workspace_bytes, RA_E_WORKSPACE,
                   "cache.workspace_bytes", "must be set with a workspace, is #", 0);
     ra__refuse_if(&x, (uintptr_t)cd->workspace % 64 != 0, RA_E_ALIGN, "cache.workspace",
@@ -21226,8 +21232,8 @@ static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd,
  * a prompt belong to all ranks. */
 static int64_t ra__merge_most(const ra_cache *c) {
     if (c->ranks == 1) return 0;
-    if (c->cd.way == RA_INFER_MERGE) return c->most_rows;
-    if (c->cd.way != RA_INFER_AUTO || c->ranks == 2) return 0;
+    if (c->cd.travel == RA_INFER_MERGE) return c->most_rows;
+    if (c->cd.travel != RA_INFER_AUTO || c->ranks == 2) return 0;
     if (c->cd.queries == RA_QUERIES_ALL) return c->most_rows;
     return ra__min(c->most_rows, c->d.sequences * (int64_t)ra__max(1, c->decode_tokens));
 }
@@ -21323,7 +21329,7 @@ static int64_t ra__rows_message(int64_t rows, int64_t row_bytes) {
 }
 
 /* Bytes of a message with a rank's partial results of some pairs. */
-static int64_t ra__part_length(const ra_cache *c, int32_t rank, int64_t pairs) {
+static int64_t ra__partial_length(const ra_cache *c, int32_t rank, int64_t pairs) {
     return ra__pairs_message(&c->d, pairs, ra__rank_trees(c, rank));
 }
 
@@ -21334,7 +21340,8 @@ static int64_t ra__cache_message(const ra_cache *c) {
         const int64_t rows = ra__own_most(c, r);
         const int64_t pairs = ra__max(rows * c->d.q_heads, ra__share_most(c));
         most = ra__max(most, RA__FRAME_BYTES + rows * ra__query_bytes(&c->d));
-        for (int32_t q = 0; q < c->ranks; q++) most = ra__max(most, ra__part_length(c, q, pairs));
+        for (int32_t q = 0; q < c->ranks; q++)
+            most = ra__max(most, ra__partial_length(c, q, pairs));
     }
     return most;
 }
@@ -21347,7 +21354,7 @@ static uint64_t ra__cache_agree(const ra_cache *c, const ra_desc *d) {
     h = ra__hash_of(&a, sizeof a);
     h = ra__hash_i64(ra__hash_i64(ra__hash_i64(h, c->most_rows), c->lanes), c->cd.queries);
     if (c->shared) h = ra__hash_i64(h, c->d.isa + 1);  /* they compute rows of each other */
-    return ra__hash_i64(ra__hash_i64(h, c->cd.way), c->cd.form);
+    return ra__hash_i64(ra__hash_i64(h, c->cd.travel), c->cd.form);
 }
 
 RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
@@ -21474,12 +21481,12 @@ static int ra__cache_decodes(const ra_cache *c, int32_t b) {
     return c->cd.form == RA_FORM_SAME || c->fresh[b] <= c->decode_tokens;
 }
 
-/* The number of items in the form of prefill, if each has up to `rows` rows. */
-static int64_t ra__tile_items(const ra_cache *c, int64_t rows) {
-    int64_t items = 0;
+/* The number of portions in the form of prefill, if each has up to `rows` rows. */
+static int64_t ra__tile_portions(const ra_cache *c, int64_t rows) {
+    int64_t portions = 0;
     for (int32_t b = 0; b < c->d.sequences; b++)
-        if (!ra__cache_decodes(c, b)) items += ra__ceil_div(c->fresh[b], rows) * c->d.kv_heads;
-    return items;
+        if (!ra__cache_decodes(c, b)) portions += ra__ceil_div(c->fresh[b], rows) * c->d.kv_heads;
+    return portions;
 }
 
 /* The number of ranks that hold keys of the call; at least 1. */
@@ -21490,31 +21497,31 @@ static int32_t ra__key_holders(const ra_cache *c) {
 }
 
 /* What travels: keys if that moves fewer bytes and there is memory for them. Every rank makes the
- * same choice. Where memory is shared keys do not move: PASS_KV if its items occupy as many ranks
- * as hold keys. In the form of decoding each rank had better read the keys that are near it.
+ * same choice. Where memory is shared keys do not move: PASS_KV if its portions occupy as many
+ * ranks as hold keys. In the form of decoding each rank had better read the keys that are near it.
  * PERF: partial results are stored, moved, read and merged. 2 and 4 threads as ranks, 2 processors
  * of Zen 4, 8/2 heads of 64 in f32, 1 to 1024 new and 0 to 32768 cached tokens: 1 MB of them and of
- * their queries takes 230 to 410 us, 1 MB of keys 70. Unweighted, the way that is taken takes up to
- * 1.25 times as long as the other. */
-enum { RA__PART_WEIGHT = 3 };
+ * their queries takes 230 to 410 us, 1 MB of keys 70. Without the weight, what is chosen takes up
+ * to 1.25 times as long as the other. */
+enum { RA__PARTIAL_WEIGHT = 3 };
 static int32_t ra__cache_travels(const ra_cache *c) {
-    double q, part = 0, keys = 0;
-    if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL || c->cd.way == RA_INFER_PASS_Q ||
-        c->cd.way == RA_INFER_MERGE)
+    double q, partial = 0, keys = 0;
+    if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL || c->cd.travel == RA_INFER_PASS_Q ||
+        c->cd.travel == RA_INFER_MERGE)
         return RA_INFER_PASS_Q;
-    if (c->shared && (c->cd.way != RA_INFER_PASS_KV || !c->rows))
-        return ra__tile_items(c, RA__LANE_BLOCK) >= ra__key_holders(c) ? RA_INFER_PASS_KV
-                                                                       : RA_INFER_PASS_Q;
-    if (c->cd.way == RA_INFER_PASS_KV) return RA_INFER_PASS_KV;
+    if (c->shared && (c->cd.travel != RA_INFER_PASS_KV || !c->rows))
+        return ra__tile_portions(c, RA__LANE_BLOCK) >= ra__key_holders(c) ? RA_INFER_PASS_KV
+                                                                          : RA_INFER_PASS_Q;
+    if (c->cd.travel == RA_INFER_PASS_KV) return RA_INFER_PASS_KV;
     for (int32_t r = 0; r < c->ranks; r++) {
         int64_t rows, bytes = ra__keys_length(c, r, &rows);
         if (bytes > RA__FRAME_BYTES + 64 + c->most_keys || bytes > (int64_t)c->tp.max_msg)
             return RA_INFER_PASS_Q;
         keys += (double)rows;
-        part += (double)ra__rank_trees(c, r) * (double)(c->rows - c->rank_rows[r]);
+        partial += (double)ra__rank_trees(c, r) * (double)(c->rows - c->rank_rows[r]);
     }
     q = (double)c->rows * (c->ranks - 1) * (double)ra__query_bytes(&c->d) +
-        part * (double)(4 * RA__PART_WEIGHT) * (double)ra__partial_floats(&c->d);
+        partial * (double)(4 * RA__PARTIAL_WEIGHT) * (double)ra__partial_floats(&c->d);
     keys *= (c->ranks - 1) * (double)ra__key_bytes(&c->d);
     return keys < q ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
 }
@@ -21526,21 +21533,21 @@ static int32_t ra__cache_travels(const ra_cache *c) {
  * D 128, RA_QUERIES_ALL: MERGE takes 0.94 to 1.3 times as long where it saves 11 to 88 KB, 0.90
  * (P = 4) at 99 KB, 0.84 and 0.75 at 198 and 396, 0.85 and 0.50 (P = 8) at 350 and 1386 KB. */
 enum { RA__MERGE_SAVES = 64 << 10, RA__MERGE_SAVES_PEER = 8 << 10 };
-static int32_t ra__cache_way(const ra_cache *c) {
-    const int32_t way = ra__cache_travels(c);
-    const double part = 4.0 * (double)ra__partial_floats(&c->d);
+static int32_t ra__cache_travel(const ra_cache *c) {
+    const int32_t found = ra__cache_travels(c);
+    const double partial = 4.0 * (double)ra__partial_floats(&c->d);
     const double rows = (double)c->rows, trees = (double)c->tree_first[c->ranks];
     const int all = c->cd.queries == RA_QUERIES_ALL;
     double most = 0, saves;
-    if (way != RA_INFER_PASS_Q || !c->merge_rows || c->rows > c->merge_rows) return way;
-    if (c->cd.way == RA_INFER_MERGE) return RA_INFER_MERGE;
-    if (c->shared && !all) return way;
+    if (found != RA_INFER_PASS_Q || !c->merge_rows || c->rows > c->merge_rows) return found;
+    if (c->cd.travel == RA_INFER_MERGE) return RA_INFER_MERGE;
+    if (c->shared && !all) return found;
     for (int32_t r = 0; r < c->ranks; r++)
         if ((double)c->rank_rows[r] > most) most = (double)c->rank_rows[r];
     if (all) most = rows;
-    saves = part * (c->ranks - 1) / c->ranks * (most * (trees - 1) - rows * trees / c->ranks);
+    saves = partial * (c->ranks - 1) / c->ranks * (most * (trees - 1) - rows * trees / c->ranks);
     saves -= RA__MERGE_SAVES + RA__MERGE_SAVES_PEER * (c->ranks - 1.0);
-    return saves >= 0 ? RA_INFER_MERGE : way;
+    return saves >= 0 ? RA_INFER_MERGE : found;
 }
 
 /* One side of a swap: len 0: nothing moves there. */
@@ -21636,9 +21643,10 @@ static void ra__merge_swaps(ra_cache *c) {
     for (int32_t s = 1; s < c->ranks; s++) {
         const int32_t to = (c->rank + s) % c->ranks, from = (c->rank + c->ranks - s) % c->ranks;
         const int64_t here = ra__share_pairs(c, c->rank), there = ra__share_pairs(c, to);
-        const ra__swap_message out = { c->part_send[to], ra__part_length(c, c->rank, there), 1 };
-        const ra__swap_message in = { c->result[from], ra__part_length(c, from, here), 0 };
-        ra__swap_add(c, RA__FRAME_PART, s, &out, &in);
+        const ra__swap_message out = { c->partial_send[to],
+                                       ra__partial_length(c, c->rank, there), 1 };
+        const ra__swap_message in = { c->result[from], ra__partial_length(c, from, here), 0 };
+        ra__swap_add(c, RA__FRAME_PARTIAL, s, &out, &in);
     }
     for (int32_t s = 1; s < c->ranks; s++) {
         const int32_t to = (c->rank + s) % c->ranks, from = (c->rank + c->ranks - s) % c->ranks;
@@ -21654,7 +21662,7 @@ static void ra__merge_swaps(ra_cache *c) {
 /* The messages of a call, in the same order on all ranks: swap i of a rank meets swap i of its
  * peers. */
 static void ra__cache_swaps(ra_cache *c) {
-    const int own = c->cd.queries == RA_QUERIES_OWN, keys = c->way == RA_INFER_PASS_KV;
+    const int own = c->cd.queries == RA_QUERIES_OWN, keys = c->travel == RA_INFER_PASS_KV;
     const int64_t row = ra__query_bytes(&c->d), *rows = c->rank_rows;
     c->swaps = 0;
     c->stages = keys ? c->ranks + 1 : 2;
@@ -21669,15 +21677,15 @@ static void ra__cache_swaps(ra_cache *c) {
         if (keys) ra__keys_swap(c, s);
         else ra__swap_add(c, RA__FRAME_Q, s, &out, &in);
     }
-    if (c->way == RA_INFER_MERGE) ra__merge_swaps(c);
-    for (int32_t s = 1; s < c->ranks && c->way == RA_INFER_PASS_Q; s++) {
+    if (c->travel == RA_INFER_MERGE) ra__merge_swaps(c);
+    for (int32_t s = 1; s < c->ranks && c->travel == RA_INFER_PASS_Q; s++) {
         const int32_t to = (c->rank + c->ranks - s) % c->ranks, from = (c->rank + s) % c->ranks;
         const int64_t there = (own ? rows[to] : c->rows) * c->d.q_heads;
         const int64_t here = c->own_rows * c->d.q_heads;
-        const ra__swap_message out = { own ? c->part_send[to] : c->result[c->rank],
-                                       ra__part_length(c, c->rank, there), 1 };
-        const ra__swap_message in = { c->result[from], ra__part_length(c, from, here), 0 };
-        ra__swap_add(c, RA__FRAME_PART, c->ranks - s, &out, &in);
+        const ra__swap_message out = { own ? c->partial_send[to] : c->result[c->rank],
+                                       ra__partial_length(c, c->rank, there), 1 };
+        const ra__swap_message in = { c->result[from], ra__partial_length(c, from, here), 0 };
+        ra__swap_add(c, RA__FRAME_PARTIAL, c->ranks - s, &out, &in);
     }
 }
 
@@ -21704,7 +21712,7 @@ static int ra__leaf_is_shared(const ra_cache *c, const ra_pages *p, int64_t firs
  * read once for all of them. The bits are those of each alone: leaves and merges are the same. */
 static void ra__cache_join_sequences(ra_cache *c, const ra_pages *p) {
     const int32_t lane = c->lane_first[c->rank], most = c->decode_tokens;
-    const int may = c->d.page_tokens && c->way != RA_INFER_PASS_KV;
+    const int may = c->d.page_tokens && c->travel != RA_INFER_PASS_KV;
     int32_t b = 0;
     while (b < c->d.sequences) {
         int32_t n = 0;
@@ -21727,7 +21735,7 @@ static void ra__cache_join_sequences(ra_cache *c, const ra_pages *p) {
  * there are many of them or few heads, and enough slots; otherwise its heads. */
 static void ra__cache_assign_slots(ra_cache *c) {
     const int64_t lanes = ra__most_rank_lanes(c);
-    const int many = c->pooled && c->ranks > 1;        /* all ranks see the same items */
+    const int many = c->pooled && c->ranks > 1;        /* all ranks see the same portions */
     int64_t used = 0, live = 0;
     for (int32_t b = 0; b < c->d.sequences; b++) live += c->joint[b] && c->fresh[b];
     c->sharers = (int32_t)ra__ceil_div(many ? c->ranks : c->d.threads, ra__max(1, live));
@@ -21783,8 +21791,8 @@ static ra_status ra__cache_check_tables(ra_cache *c, const ra_pages *p) {
     return s;
 }
 
-/* Halves the items of a pool until there are two per rank (or thread) that shares them, or one if
- * all items have about the same number of keys.
+/* Halves the portions of a pool until there are two per rank (or thread) that shares them, or one
+ * if all portions have about the same number of keys.
  * PERF: 64 tokens of 8/2 heads, D 64, f32, over 32768 on 4 ranks, two processors of a Zen 5: 1.16
  * -> 1.03 times the time of PASS_Q, which cuts no rows; over 256 1.13 -> 1.02. */
 static void ra__pool_cut(ra_cache *c) {
@@ -21792,9 +21800,9 @@ static void ra__pool_cut(ra_cache *c) {
     int even = 1;
     for (int32_t b = 0; b < c->d.sequences; b++)
         even &= !c->fresh[b] || (c->cached[b] >= 4 * c->fresh[b] && c->cached[b] == c->cached[0]);
-    for (; c->item_rows > RA__LANE_BLOCK; c->item_rows /= 2) {
-        const int64_t items = ra__tile_items(c, c->item_rows);
-        if (items >= 2 * n || (even && items == n)) return;
+    for (; c->portion_rows > RA__LANE_BLOCK; c->portion_rows /= 2) {
+        const int64_t portions = ra__tile_portions(c, c->portion_rows);
+        if (portions >= 2 * n || (even && portions == n)) return;
     }
 }
 
@@ -21803,9 +21811,9 @@ static void ra__cache_set_counts(ra_cache *c, const int64_t *cached, const int64
     memcpy(c->cached, cached, (size_t)c->d.sequences * sizeof *cached);
     memcpy(c->fresh, fresh, (size_t)c->d.sequences * sizeof *fresh);
     ra__cache_rows_of(c);
-    c->way = ra__cache_way(c);
-    c->pooled = c->ranks == 1 || (c->shared && c->way == RA_INFER_PASS_KV);
-    c->item_rows = c->tile_rows;
+    c->travel = ra__cache_travel(c);
+    c->pooled = c->ranks == 1 || (c->shared && c->travel == RA_INFER_PASS_KV);
+    c->portion_rows = c->tile_rows;
     if (c->pooled) ra__pool_cut(c);
 }
 
@@ -21826,7 +21834,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
         return ra__refuse(e, RA_E_SHAPE, ra__positions_set(&t->q_pos) ? "t.q_pos" : "t.k_pos",
                           "must be {0}: positions follow from the counts", 0);
     ra__cache_set_counts(c, cached, fresh);
-    for (int32_t r = 0; r < c->ranks && c->way == RA_INFER_PASS_KV && !c->pooled; r++)
+    for (int32_t r = 0; r < c->ranks && c->travel == RA_INFER_PASS_KV && !c->pooled; r++)
         if (ra__keys_length(c, r, &n) > (int64_t)c->tp.max_msg)
             return ra__refuse_pair(e, RA_E_TRANSPORT, "transport.max_msg",
                                    "# is less than the bytes of a message of @ rows of keys",
@@ -22007,14 +22015,14 @@ static void ra__cache_place_q(ra_cache *c, int32_t rank, const uint8_t *from) {
 }
 
 /* A pair, and those of its row's heads after it, in the partial results of a subtree. */
-static ra__partial ra__tree_part(const ra_cache *c, ra__partials p, int64_t tree, int64_t pair) {
+static ra__partial ra__tree_partial(const ra_cache *c, ra__partials p, int64_t tree, int64_t pair) {
     float *data = p.data + tree * p.pairs * (c->d.v_dim + 1);
     const ra__partial x = { data + pair * c->d.v_dim, data + p.pairs * c->d.v_dim + pair,
                             c->d.q_heads };
     return x;
 }
 
-static void ra__part_copy(const ra_cache *c, ra__partial to, ra__partial from, int64_t pairs) {
+static void ra__partial_copy(const ra_cache *c, ra__partial to, ra__partial from, int64_t pairs) {
     memcpy(to.o, from.o, (size_t)(pairs * c->d.v_dim) * sizeof(float));
     memcpy(to.lse, from.lse, (size_t)pairs * sizeof(float));
 }
@@ -22026,8 +22034,8 @@ static ra__partials ra__partials_in(uint8_t *message, int64_t pairs) {
 }
 
 /* Partial results of all rows from the lanes of this rank, unless they are in its own result. */
-static ra__partials ra__parts_here(const ra_cache *c) {
-    return ra__partials_in(c->part_out, c->rows * c->d.q_heads);
+static ra__partials ra__partials_here(const ra_cache *c) {
+    return ra__partials_in(c->partial_out, c->rows * c->d.q_heads);
 }
 
 static ra__partials ra__result_of(const ra_cache *c, int32_t rank) {
@@ -22035,14 +22043,14 @@ static ra__partials ra__result_of(const ra_cache *c, int32_t rank) {
 }
 
 /* Copies the partial results of a rank's rows from those of all rows. */
-static void ra__cache_pack_part(const ra_cache *c, int32_t rank, ra__partials to) {
+static void ra__cache_pack_partial(const ra_cache *c, int32_t rank, ra__partials to) {
     const int64_t heads = c->d.q_heads;
     for (int32_t s = 0; s < ra__rank_trees(c, c->rank); s++) {
         int64_t n = 0;
         for (int64_t i = 0; i < c->rows; i++)
             if (c->lane_owner[ra__lane_of(c, c->all_pos[i])] == rank)
-                ra__part_copy(c, ra__tree_part(c, to, s, heads * n++),
-                              ra__tree_part(c, ra__parts_here(c), s, i * heads), heads);
+                ra__partial_copy(c, ra__tree_partial(c, to, s, heads * n++),
+                                 ra__tree_partial(c, ra__partials_here(c), s, i * heads), heads);
     }
 }
 
@@ -22052,9 +22060,10 @@ static void ra__cache_pack_shares(ra_cache *c) {
         const int64_t n = ra__share_pairs(c, r), first = ra__share_first(c, r);
         if (r == c->rank || !n) continue;
         for (int32_t s = 0; s < ra__rank_trees(c, c->rank); s++)
-            ra__part_copy(c, ra__tree_part(c, ra__partials_in(c->part_send[r], n), s, 0),
-                          ra__tree_part(c, ra__parts_here(c), s, first), n);
-        ra__cache_put_frame(c, c->part_send[r], RA__FRAME_PART, ra__part_length(c, c->rank, n));
+            ra__partial_copy(c, ra__tree_partial(c, ra__partials_in(c->partial_send[r], n), s, 0),
+                             ra__tree_partial(c, ra__partials_here(c), s, first), n);
+        ra__cache_put_frame(c, c->partial_send[r], RA__FRAME_PARTIAL,
+                            ra__partial_length(c, c->rank, n));
     }
 }
 
@@ -22076,27 +22085,27 @@ static void ra__cache_pack_sums(ra_cache *c) {
 static void ra__cache_pack_results(ra_cache *c) {
     const int64_t heads = c->d.q_heads;
     if (c->cd.queries == RA_QUERIES_ALL) {
-        ra__cache_put_frame(c, c->result[c->rank], RA__FRAME_PART,
-                            ra__part_length(c, c->rank, c->rows * heads));
+        ra__cache_put_frame(c, c->result[c->rank], RA__FRAME_PARTIAL,
+                            ra__partial_length(c, c->rank, c->rows * heads));
         return;
     }
     for (int32_t r = 0; r < c->ranks; r++) {
         ra__partials to = ra__result_of(c, c->rank);
         if (!c->rank_rows[r]) continue;
-        if (r != c->rank) to = ra__partials_in(c->part_send[r], c->rank_rows[r] * heads);
-        ra__cache_pack_part(c, r, to);
+        if (r != c->rank) to = ra__partials_in(c->partial_send[r], c->rank_rows[r] * heads);
+        ra__cache_pack_partial(c, r, to);
         if (r == c->rank) continue;
-        ra__cache_put_frame(c, c->part_send[r], RA__FRAME_PART,
-                            ra__part_length(c, c->rank, to.pairs));
+        ra__cache_put_frame(c, c->partial_send[r], RA__FRAME_PARTIAL,
+                            ra__partial_length(c, c->rank, to.pairs));
     }
 }
 
 /* After a stage: packs what this rank sends next. */
 static void ra__cache_pack_next(ra_cache *c, int32_t stage) {
     if (c->ranks == 1) return;
-    if (stage == 0 && c->way == RA_INFER_PASS_Q) ra__cache_pack_results(c);
-    if (stage == 0 && c->way == RA_INFER_MERGE) ra__cache_pack_shares(c);
-    if (stage == 1 && c->way == RA_INFER_MERGE) ra__cache_pack_sums(c);
+    if (stage == 0 && c->travel == RA_INFER_PASS_Q) ra__cache_pack_results(c);
+    if (stage == 0 && c->travel == RA_INFER_MERGE) ra__cache_pack_shares(c);
+    if (stage == 1 && c->travel == RA_INFER_MERGE) ra__cache_pack_sums(c);
 }
 
 /* Under comm: checks a message that has come, and takes what is in it. */
@@ -22198,41 +22207,42 @@ static int32_t ra__swaps_in(const ra_cache *c) {
     return n;
 }
 
-/* -------------------------------------------------------------------------- items
- * Functions named _some continue the item of a desk until *left multiply-adds are used up. They
+/* -------------------------------------------------------------------------- portions
+ * Functions named _some continue the portion of a desk until *left multiply-adds are used up. They
  * return RA_OK when their part of it is done, otherwise RA_AGAIN. */
-static int32_t ra__item_heads(const ra_cache *c, const ra__cache_item *x) {
+static int32_t ra__portion_heads(const ra_cache *c, const ra__cache_portion *x) {
     return x->heads * c->group;
 }
 
-/* The partial result of an item, packed from `data` on. */
-static ra__partial ra__part_packed(const ra_cache *c, const ra__cache_item *x, float *data) {
+/* The partial result of a portion, packed from `data` on. */
+static ra__partial ra__partial_packed(const ra_cache *c, const ra__cache_portion *x, float *data) {
     ra__partial p;
-    p.step = ra__item_heads(c, x);
+    p.step = ra__portion_heads(c, x);
     p.o = data;
     p.lse = data + x->rows * p.step * c->d.v_dim;
     return p;
 }
 
 /* Row i of a partial result. */
-static ra__partial ra__part_row(const ra_cache *c, ra__partial p, int64_t i) {
+static ra__partial ra__partial_row(const ra_cache *c, ra__partial p, int64_t i) {
     p.o += i * p.step * c->d.v_dim;
     p.lse += i * p.step;
     return p;
 }
 
 /* Makes n rows of a partial result those of no keys. */
-static void ra__part_clear(const ra_cache *c, const ra__cache_item *x, ra__partial p, int64_t n) {
-    const int32_t heads = ra__item_heads(c, x);
-    for (int64_t i = 0; i < n; i++, p = ra__part_row(c, p, 1)) {
+static void ra__partial_clear(const ra_cache *c, const ra__cache_portion *x, ra__partial p,
+                              int64_t n) {
+    const int32_t heads = ra__portion_heads(c, x);
+    for (int64_t i = 0; i < n; i++, p = ra__partial_row(c, p, 1)) {
         memset(p.o, 0, (size_t)(heads * c->d.v_dim) * sizeof(float));
         for (int32_t h = 0; h < heads; h++) p.lse[h] = ra__neg_inf();
     }
 }
 
-static void ra__part_merge(const ra_cache *c, const ra__cache_item *x, ra__partial into,
-                           ra__partial from) {
-    const int64_t heads = ra__item_heads(c, x);
+static void ra__partial_merge(const ra_cache *c, const ra__cache_portion *x, ra__partial into,
+                              ra__partial from) {
+    const int64_t heads = ra__portion_heads(c, x);
     const int packed = into.step == heads && from.step == heads;
     for (int64_t i = 0; i < (packed ? 1 : x->rows); i++)
         c->tile_kernel->merge(into.o + i * into.step * c->d.v_dim, into.lse + i * into.step, 1,
@@ -22271,12 +22281,12 @@ static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lan
     if (!d->v_in_k) t->v = ra__view_in(v);
 }
 
-/* Packs the queries of an item of a pool of several ranks at its desk, run by run of rows that one
- * rank holds. */
+/* Packs the queries of a portion of a pool of several ranks at its desk, run by run of rows that
+ * one rank holds. */
 static void ra__pool_gather(const ra_cache *c, ra__cache_desk *y) {
-    const ra__cache_item *x = &y->x;
+    const ra__cache_portion *x = &y->x;
     const int64_t size = ra__row_bytes(c->d.q_dtype, c->d.k_dim), at = c->all_at[x->b] + x->row;
-    const int32_t heads = ra__item_heads(c, x);
+    const int32_t heads = ra__portion_heads(c, x);
     uint8_t *to = y->queries;
     int64_t n;
     for (int64_t i = at; i < at + x->rows; i += n) {
@@ -22288,20 +22298,20 @@ static void ra__pool_gather(const ra_cache *c, ra__cache_desk *y) {
     }
 }
 
-/* Sets y->t for a call of an item on rows [row[0], row[1]) of a lane. d: its heads are set; gets
+/* Sets y->t for a call of a portion on rows [row[0], row[1]) of a lane. d: its heads are set; gets
  * the counts of rows. */
 static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, const int64_t row[2],
                           ra__partial out, ra_desc *d) {
     const ra__query_rows *q = &c->queries;
-    const ra__cache_item *x = &y->x;
+    const ra__cache_portion *x = &y->x;
     const int32_t head = x->head + x->at_head;
     const int32_t member = x->single ? x->single - 1 : 0;
     const int64_t at = q->at[x->b] + x->row + member, q_head = head * (int64_t)c->group;
     ra__view qv;
     ra_tensors *t = &y->t;
     if (c->pooled && c->ranks > 1)
-        qv = ra__view_at(ra__view_packed(y->queries, ra__item_heads(c, x), c->d.k_dim, d->q_dtype),
-                         0, 0, x->at_head * (int64_t)c->group);
+        qv = ra__view_at(ra__view_packed(y->queries, ra__portion_heads(c, x), c->d.k_dim,
+                                         d->q_dtype), 0, 0, x->at_head * (int64_t)c->group);
     else if (q->packed) qv = ra__view_at(q->v, 0, at, q_head);
     else qv = ra__view_at(q->v, x->b + member, x->row, q_head);
     memset(t, 0, sizeof *t);
@@ -22336,8 +22346,8 @@ static int64_t ra__cache_dims(const ra_cache *c) {
     return c->d.k_dim + (int64_t)c->d.v_dim;
 }
 
-/* Attends an item to rows [row[0], row[1]) of a lane in the form of prefill. The sums go to *to, or
- * if `merges`, because the tree merges them next, directly into to[-1].
+/* Attends a portion to rows [row[0], row[1]) of a lane in the form of prefill. The sums go to *to,
+ * or if `merges`, because the tree merges them next, directly into to[-1].
  * PERF: panel by panel, while they are in level 1. Zen 5, 256 tokens of 32/8 heads, D 128, bf16, 4
  * lanes, one thread: 4.0 -> 3.7 ms; over 1024 tokens 13.8 -> 13.6. */
 static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
@@ -22353,7 +22363,7 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
         ra__lane_call(c, y, lane, row, to[-y->x.merges], &d);
         ra_status s = ra__attend_walk(&d, &y->t, y->workspace, c->tile_kernel, &y->a);
         if (s) return s;
-        if (y->x.merges) y->a.c.w.merge_room = y->part[0];
+        if (y->x.merges) y->a.c.w.merge_room = y->partial[0];
         y->a.c.w.queries_kept = y->x.kept;
         y->x.kept = ra__local_blocks(&y->a.c, 0) <= y->a.walk.panels;
         y->x.lane_begun = 1;
@@ -22366,11 +22376,11 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
     return RA_OK;
 }
 
-/* Attends an item to rows [row[0], row[1]) of a lane in the form of decoding. Its heads are cut
+/* Attends a portion to rows [row[0], row[1]) of a lane in the form of decoding. Its heads are cut
  * only if all of them together are more than a step. */
 static ra_status ra__leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                const int64_t row[2], ra__partial out, int64_t *left) {
-    ra__cache_item *x = &y->x;
+    ra__cache_portion *x = &y->x;
     const int64_t rows = x->single ? 1 : x->rows;
     const int64_t price = rows * c->group * (row[1] - row[0]) * ra__cache_dims(c);
     while (x->at_head < x->heads) {
@@ -22390,14 +22400,14 @@ static ra_status ra__leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     return RA_OK;
 }
 
-/* The cost of clearing the partial result of an item, or of merging two. */
-static int64_t ra__part_work(const ra_cache *c, const ra__cache_item *x) {
-    return x->rows * ra__item_heads(c, x) * ((int64_t)c->d.v_dim + 1);
+/* The cost of clearing the partial result of a portion, or of merging two. */
+static int64_t ra__partial_work(const ra_cache *c, const ra__cache_portion *x) {
+    return x->rows * ra__portion_heads(c, x) * ((int64_t)c->d.v_dim + 1);
 }
 
-/* Row i of an item of joint sequences sees no positions except lo <= p < hi. */
-static void ra__joint_row_sees(const ra_cache *c, const ra__cache_item *x, int32_t i, int64_t *lo,
-                            int64_t *hi) {
+/* Row i of a portion of joint sequences sees no positions except lo <= p < hi. */
+static void ra__joint_row_sees(const ra_cache *c, const ra__cache_portion *x, int32_t i,
+                               int64_t *lo, int64_t *hi) {
     ra__sees sees;
     ra__mask_row(&c->d.mask, c->queries.pos[c->queries.at[x->b] + i],
                  c->cached[x->b + i] + c->fresh[x->b + i], &sees);
@@ -22409,7 +22419,7 @@ static void ra__joint_row_sees(const ra_cache *c, const ra__cache_item *x, int32
  * pages, otherwise one by one. */
 static ra_status ra__joint_leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                      int64_t leaf, ra__partial out, int64_t *left) {
-    ra__cache_item *x = &y->x;
+    ra__cache_portion *x = &y->x;
     const int64_t whole[2] = { leaf * RA__LEAF, (leaf + 1) * RA__LEAF };
     const int64_t first = (lane - c->lane_first[c->rank]) * c->lane_rows + whole[0];
     int64_t lo, hi;
@@ -22421,15 +22431,15 @@ static ra_status ra__joint_leaf_some(const ra_cache *c, ra__cache_desk *y, int32
     if (shared && ra__leaf_is_shared(c, &c->t.pages, first, x->b, x->joint))
         return ra__leaf_some(c, y, lane, whole, out, left);
     for (; x->at_row < x->joint; x->at_row++) {
-        const ra__partial part = ra__part_row(c, out, x->at_row);
+        const ra__partial partial = ra__partial_row(c, out, x->at_row);
         int64_t row[2] = { whole[0], whole[1] }, from;
         ra_status s = RA_OK;
         ra__joint_row_sees(c, x, x->at_row, &lo, &hi);
         row[1] = ra__min(whole[1], ra__lane_keys(c, lane, hi));
         from = ra__max(whole[0], ra__lane_keys(c, lane, lo));
         x->single = x->at_row + 1;
-        if (from < row[1]) s = ra__leaf_some(c, y, lane, row, part, left);
-        else ra__part_clear(c, x, part, 1);
+        if (from < row[1]) s = ra__leaf_some(c, y, lane, row, partial, left);
+        else ra__partial_clear(c, x, partial, 1);
         x->single = 0;
         if (s) return s;
     }
@@ -22437,24 +22447,24 @@ static ra_status ra__joint_leaf_some(const ra_cache *c, ra__cache_desk *y, int32
     return RA_OK;
 }
 
-/* Attends an item to a span of a lane, leaf by leaf. */
+/* Attends a portion to a span of a lane, leaf by leaf. */
 static ra_status ra__span_some(const ra_cache *c, ra__cache_desk *y, int32_t lane, int64_t span,
                                ra__partial out, int64_t *left) {
-    ra__cache_item *x = &y->x;
+    ra__cache_portion *x = &y->x;
     const int64_t from = ra__lane_keys(c, lane, x->lo), to = ra__lane_keys(c, lane, x->hi);
     const int64_t first = ra__max(span * RA__SPAN, from / RA__LEAF);
     const int64_t last = ra__min((span + 1) * RA__SPAN, ra__ceil_div(to, RA__LEAF));
     if (first >= last || from >= to) {
-        ra__part_clear(c, x, out, x->rows);
+        ra__partial_clear(c, x, out, x->rows);
         return RA_OK;
     }
     for (x->at_leaf = ra__max(x->at_leaf, first); x->at_leaf < last; x->at_leaf++) {
         const int64_t row[2] = { x->at_leaf * RA__LEAF, ra__min((x->at_leaf + 1) * RA__LEAF, to) };
-        ra__partial part = x->at_leaf > first ? ra__part_packed(c, x, y->part[0]) : out;
-        ra_status s = x->joint > 1 ? ra__joint_leaf_some(c, y, lane, x->at_leaf, part, left)
-                                     : ra__leaf_some(c, y, lane, row, part, left);
+        ra__partial partial = x->at_leaf > first ? ra__partial_packed(c, x, y->partial[0]) : out;
+        ra_status s = x->joint > 1 ? ra__joint_leaf_some(c, y, lane, x->at_leaf, partial, left)
+                                     : ra__leaf_some(c, y, lane, row, partial, left);
         if (s) return s;
-        if (x->at_leaf > first) ra__part_merge(c, x, out, part);
+        if (x->at_leaf > first) ra__partial_merge(c, x, out, partial);
     }
     return RA_OK;
 }
@@ -22466,19 +22476,20 @@ static float *ra__span_slot(const ra_cache *c, int32_t b, int32_t local, int64_t
 /* Merges a span of a lane from its slot. */
 static ra_status ra__slot_some(const ra_cache *c, ra__cache_desk *y, int32_t lane, ra__partial out,
                                int64_t *left) {
-    const ra__cache_item *x = &y->x;
+    const ra__cache_portion *x = &y->x;
     const int32_t local = lane - c->keys.first;
     if (*left <= 0) return RA_AGAIN;
     *left -= x->rows * ra__partial_floats(&c->d);
-    if (x->at_span == 0) ra__part_clear(c, x, out, x->rows);
-    ra__part_merge(c, x, out, ra__part_packed(c, x, ra__span_slot(c, x->b, local, x->at_span)));
+    if (x->at_span == 0) ra__partial_clear(c, x, out, x->rows);
+    ra__partial_merge(c, x, out,
+                      ra__partial_packed(c, x, ra__span_slot(c, x->b, local, x->at_span)));
     return RA_OK;
 }
 
-/* Attends an item to all keys of a lane that its rows see. merges: see ra__tiles_some. */
+/* Attends a portion to all keys of a lane that its rows see. merges: see ra__tiles_some. */
 static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                const ra__partial *to, int merges, int64_t *left) {
-    ra__cache_item *x = &y->x;
+    ra__cache_portion *x = &y->x;
     const ra__partial out = *to;
     const int64_t row[2] = {
         ra__lane_keys(c, lane, x->lo) / RA_BLOCK_TOKENS * RA_BLOCK_TOKENS,
@@ -22487,19 +22498,19 @@ static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     const int64_t spans = ra__cache_spans(c, x->b);
     x->merges = x->lane_begun && x->merges;
     if (row[0] >= row[1]) {
-        ra__part_clear(c, x, out, x->rows);
+        ra__partial_clear(c, x, out, x->rows);
         return RA_OK;
     }
     if (!x->decode) return ra__tiles_some(c, y, lane, row, to, merges, left);
     for (; x->at_span < spans; x->at_span++, x->at_leaf = 0) {
         const int slot = c->slot[x->b] >= 0;
-        ra__partial part = x->at_span ? ra__part_packed(c, x, y->part[1]) : out;
+        ra__partial partial = x->at_span ? ra__partial_packed(c, x, y->partial[1]) : out;
         if (*left <= 0) return RA_AGAIN;
         ra_status s = slot ? ra__slot_some(c, y, lane, out, left)
-                           : ra__span_some(c, y, lane, x->at_span, part, left);
+                           : ra__span_some(c, y, lane, x->at_span, partial, left);
         if (s) return s;
-        *left -= ra__part_work(c, x);
-        if (x->at_span && !slot) ra__part_merge(c, x, out, part);
+        *left -= ra__partial_work(c, x);
+        if (x->at_span && !slot) ra__partial_merge(c, x, out, partial);
     }
     x->at_span = 0;
     return RA_OK;
@@ -22518,7 +22529,7 @@ static int32_t ra__lane_path(const ra_cache *c, const ra__cache_desk *y, ra__sub
             lanes.last = middle;
             *completed = 0;
         } else {
-            to[++n] = ra__part_packed(c, &y->x, y->part[2 + depth]);
+            to[++n] = ra__partial_packed(c, &y->x, y->partial[2 + depth]);
             lanes.first = middle;
             ++*completed;
         }
@@ -22526,14 +22537,14 @@ static int32_t ra__lane_path(const ra_cache *c, const ra__cache_desk *y, ra__sub
     return n;
 }
 
-/* The sum of an item of a pool over all lanes. */
-static ra__partial ra__item_sum(const ra_cache *c, const ra__cache_desk *y) {
-    return ra__part_packed(c, &y->x, y->part[RA__TREE_DEPTH + 2]);
+/* The sum of a portion of a pool over all lanes. */
+static ra__partial ra__portion_sum(const ra_cache *c, const ra__cache_desk *y) {
+    return ra__partial_packed(c, &y->x, y->partial[RA__TREE_DEPTH + 2]);
 }
 
-/* Attends an item to all subtrees of the stage, and merges the lanes of each. */
+/* Attends a portion to all subtrees of the stage, and merges the lanes of each. */
 static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *left) {
-    ra__cache_item *x = &y->x;
+    ra__cache_portion *x = &y->x;
     const int64_t row = c->queries.at[x->b] + x->row, head = x->head * (int64_t)c->group;
     const int32_t rank = c->keys.rank, trees = c->pooled ? 1 : ra__rank_trees(c, rank);
     for (; x->at_tree < trees; x->at_tree++) {
@@ -22543,16 +22554,16 @@ static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *l
         for (; x->at_lane < lanes.last; x->at_lane++) {
             ra__partial to[RA__TREE_DEPTH + 1];
             int32_t n, completed;
-            to[0] = c->pooled ? ra__item_sum(c, y)
-                              : ra__tree_part(c, c->out, x->at_tree, row * c->d.q_heads + head);
+            to[0] = c->pooled ? ra__portion_sum(c, y)
+                              : ra__tree_partial(c, c->out, x->at_tree, row * c->d.q_heads + head);
             n = ra__lane_path(c, y, lanes, x->at_lane, to, &completed);
             if (*left <= 0) return RA_AGAIN;
             ra_status s = ra__lane_some(c, y, x->at_lane, to + n, completed > 0, left);
             if (s) return s;
-            *left -= (1 + completed) * ra__part_work(c, x);     /* also of a lane without keys */
+            *left -= (1 + completed) * ra__partial_work(c, x);     /* also of a lane without keys */
             n -= x->merges;
             completed -= x->merges;
-            for (; completed > 0; completed--, n--) ra__part_merge(c, x, to[n - 1], to[n]);
+            for (; completed > 0; completed--, n--) ra__partial_merge(c, x, to[n - 1], to[n]);
         }
     }
     return RA_OK;
@@ -22563,9 +22574,9 @@ static int64_t ra__sequence_rows(const ra_cache *c, int32_t b) {
     return c->queries.at[b + c->joint[b]] - c->queries.at[b];
 }
 
-/* KV heads of an item. In the form of decoding without slots threads share the heads of a sequence,
- * as long as an item has RA__SHARE_WORK multiply-adds. */
-static int32_t ra__item_kv_heads(const ra_cache *c, int32_t b) {
+/* KV heads of a portion. In the form of decoding without slots threads share the heads of a
+ * sequence, as long as a portion has RA__SHARE_WORK multiply-adds. */
+static int32_t ra__portion_kv_heads(const ra_cache *c, int32_t b) {
     const int32_t lanes = c->keys.last - c->keys.first;
     const int64_t keys = lanes * ra__lane_keys(c, 0, c->joint_end[b]);
     const int64_t work = ra__mul_sat(ra__sequence_rows(c, b) * c->d.q_heads * ra__cache_dims(c),
@@ -22576,25 +22587,25 @@ static int32_t ra__item_kv_heads(const ra_cache *c, int32_t b) {
                                                                    work / RA__SHARE_WORK)));
 }
 
-/* Items of a sequence in the stage. */
-static int64_t ra__sequence_items(const ra_cache *c, int32_t b) {
+/* Portions of a sequence in the stage. */
+static int64_t ra__sequence_portions(const ra_cache *c, int32_t b) {
     const int64_t rows = ra__sequence_rows(c, b);
     if (!rows) return 0;
     if (c->slot[b] >= 0) return (c->keys.last - c->keys.first) * ra__cache_spans(c, b);
-    return ra__ceil_div(rows, ra__cache_decodes(c, b) ? c->decode_tokens : c->item_rows) *
-           ra__ceil_div(c->d.kv_heads, ra__item_kv_heads(c, b));
+    return ra__ceil_div(rows, ra__cache_decodes(c, b) ? c->decode_tokens : c->portion_rows) *
+           ra__ceil_div(c->d.kv_heads, ra__portion_kv_heads(c, b));
 }
 
-/* Item n of a sequence. Prefill begins with the last rows, which see most keys. */
-static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
+/* Portion n of a sequence. Prefill begins with the last rows, which see most keys. */
+static ra__cache_portion ra__portion_at(const ra_cache *c, int32_t b, int64_t n) {
     const int64_t rows = ra__sequence_rows(c, b);
     const int32_t *pos = c->queries.pos + c->queries.at[b];
-    const int32_t heads = ra__item_kv_heads(c, b);
+    const int32_t heads = ra__portion_kv_heads(c, b);
     const int64_t parts = ra__ceil_div(c->d.kv_heads, heads);
     const int64_t end = c->cached[b] + c->fresh[b];
     ra__sees first, last;
-    int64_t step = c->item_rows, group = n / parts;
-    ra__cache_item x;
+    int64_t step = c->portion_rows, group = n / parts;
+    ra__cache_portion x;
     memset(&x, 0, sizeof x);
     x.b = b;
     x.joint = c->joint[b];
@@ -22625,25 +22636,25 @@ static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
     return x;
 }
 
-/* 1: the items of a stage are pairs of this rank's share to merge. */
+/* 1: the portions of a stage are pairs of this rank's share to merge. */
 static int ra__stage_merges(const ra_cache *c, int32_t stage) {
-    return c->way == RA_INFER_MERGE && stage == 1;
+    return c->travel == RA_INFER_MERGE && stage == 1;
 }
 
-/* 1: the items of a stage are rows to write, or pairs to merge. */
+/* 1: the portions of a stage are rows to write, or pairs to merge. */
 static int ra__stage_writes(const ra_cache *c, int32_t stage) {
     return !c->pooled && (stage == c->stages - 1 || ra__stage_merges(c, stage));
 }
 
-/* Item n of the open stage. */
-static ra__cache_item ra__item_new(const ra_cache *c, int64_t n) {
-    ra__cache_item x;
+/* Portion n of the open stage. */
+static ra__cache_portion ra__portion_new(const ra_cache *c, int64_t n) {
+    ra__cache_portion x;
     int32_t b = 0;
     memset(&x, 0, sizeof x);
     x.n = n;
     if (ra__stage_writes(c, ra__load_i32(&c->stage))) return x;
-    while (n >= ra__sequence_items(c, b)) n -= ra__sequence_items(c, b++);
-    return ra__item_at(c, b, n);
+    while (n >= ra__sequence_portions(c, b)) n -= ra__sequence_portions(c, b++);
+    return ra__portion_at(c, b, n);
 }
 
 /* -------------------------------------------------------------------------- the end of a call */
@@ -22657,22 +22668,22 @@ static ra__partial ra__pairs_sum(const ra_cache *c, const ra__cache_desk *y, ra_
     const int32_t middle = lanes.first + (lanes.last - lanes.first + 1) / 2;
     const int32_t rank = c->lane_owner[lanes.first];
     const ra__subtree left = { lanes.first, middle }, right = { middle, lanes.last };
-    const int shares = c->way == RA_INFER_MERGE, here = rank == c->rank && c->ranks > 1;
+    const int shares = c->travel == RA_INFER_MERGE, here = rank == c->rank && c->ranks > 1;
     const int sent = here && !shares && c->cd.queries == RA_QUERIES_ALL;
     for (int32_t i = c->tree_first[rank]; i < c->tree_first[rank + 1]; i++) {
         ra__partials all = ra__result_of(c, rank);
         if (c->tree[i].first != lanes.first || c->tree[i].last != lanes.last) continue;
         if (shares) all.pairs = ra__share_pairs(c, c->rank);
-        if (shares && here) all = ra__parts_here(c);
-        const ra__partial part = ra__tree_part(c, all, i - c->tree_first[rank], p.at +
+        if (shares && here) all = ra__partials_here(c);
+        const ra__partial partial = ra__tree_partial(c, all, i - c->tree_first[rank], p.at +
                                                (shares && here ? ra__share_first(c, rank) : 0));
-        const ra__partial copy = { y->part[depth], y->part[depth] + p.n * c->d.v_dim, p.n };
-        if (sent) ra__part_copy(c, copy, part, p.n);
-        return sent ? copy : part;
+        const ra__partial copy = { y->partial[depth], y->partial[depth] + p.n * c->d.v_dim, p.n };
+        if (sent) ra__partial_copy(c, copy, partial, p.n);
+        return sent ? copy : partial;
     }
     const ra__partial sum = ra__pairs_sum(c, y, p, left, depth);
-    const ra__partial part = ra__pairs_sum(c, y, p, right, depth + 1);
-    c->tile_kernel->merge(sum.o, sum.lse, 1, part.o, part.lse, p.n, c->d.v_dim);
+    const ra__partial partial = ra__pairs_sum(c, y, p, right, depth + 1);
+    c->tile_kernel->merge(sum.o, sum.lse, 1, partial.o, partial.lse, p.n, c->d.v_dim);
     return sum;
 }
 
@@ -22682,7 +22693,7 @@ static ra_status ra__cache_merge(const ra_cache *c, const ra__cache_desk *y) {
     const ra__partials sums = ra__partials_in(c->sums, ra__share_pairs(c, c->rank));
     const int64_t step = c->write_rows * c->d.q_heads, at = y->x.n * step;
     const ra__pairs p = { at, ra__min(step, sums.pairs - at) };
-    ra__part_copy(c, ra__tree_part(c, sums, 0, at), ra__pairs_sum(c, y, p, all, 0), p.n);
+    ra__partial_copy(c, ra__tree_partial(c, sums, 0, at), ra__pairs_sum(c, y, p, all, 0), p.n);
     return RA_OK;
 }
 
@@ -22718,22 +22729,22 @@ static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
         const ra__pairs p = { i * heads, heads };
         while (i >= c->own_at[b + 1]) b++;
         s = ra__row_write(c, b, i - c->own_at[b], 0, c->d.q_heads,
-                          c->way == RA_INFER_MERGE
-                              ? ra__tree_part(c, ra__result_of(c, c->rank), 0, p.at)
+                          c->travel == RA_INFER_MERGE
+                              ? ra__tree_partial(c, ra__result_of(c, c->rank), 0, p.at)
                               : ra__pairs_sum(c, y, p, all, 0));
     }
     return s;
 }
 
-/* Writes the rows of an item of a pool to the memory of the ranks that hold them. Of joint
+/* Writes the rows of a portion of a pool to the memory of the ranks that hold them. Of joint
  * sequences each row is row 0 of another sequence. */
 static ra_status ra__pool_write(const ra_cache *c, const ra__cache_desk *y) {
-    const ra__cache_item *x = &y->x;
+    const ra__cache_portion *x = &y->x;
     const int64_t at = c->queries.at[x->b] + x->row;
     const int together = x->joint > 1;
     ra_status s = RA_OK;
     for (int64_t i = 0; i < x->rows && !s; i++) {
-        const ra__partial sum = ra__part_row(c, ra__item_sum(c, y), i);
+        const ra__partial sum = ra__partial_row(c, ra__portion_sum(c, y), i);
         const ra_cache *to = c;
         int64_t row = together ? 0 : x->row + i;
         if (c->ranks > 1) {
@@ -22741,21 +22752,21 @@ static ra_status ra__pool_write(const ra_cache *c, const ra__cache_desk *y) {
             row = c->all_row[at + i];
         }
         s = ra__row_write(to, x->b + (together ? (int32_t)i : 0), row, x->head * c->group,
-                          ra__item_heads(c, x), sum);
+                          ra__portion_heads(c, x), sum);
     }
     return s;
 }
 
-/* Computes an item, or continues it. */
+/* Computes a portion, or continues it. */
 static ra_status ra__cache_compute(ra_cache *c, ra__cache_desk *y) {
-    ra__cache_item *x = &y->x;
+    ra__cache_portion *x = &y->x;
     int64_t left = RA__STEP_WORK;
     if (c->pooled && c->ranks > 1 && !x->gathered) ra__pool_gather(c, y);
     x->gathered = 1;
     if (x->lane >= 0) {
         float *slot = ra__span_slot(c, x->b, x->lane - c->keys.first, x->span);
-        ra_status s = ra__span_some(c, y, x->lane, x->span, ra__part_packed(c, x, slot), &left);
-        if (s || ra__add_i64(&c->slot_done[x->b], 1) + 1 < ra__sequence_items(c, x->b)) return s;
+        ra_status s = ra__span_some(c, y, x->lane, x->span, ra__partial_packed(c, x, slot), &left);
+        if (s || ra__add_i64(&c->slot_done[x->b], 1) + 1 < ra__sequence_portions(c, x->b)) return s;
         x->lane = -1;                  /* the last span: merges all of them */
         x->at_leaf = 0;
     }
@@ -22775,7 +22786,7 @@ static void ra__cache_pack_all(ra_cache *c) {
         ra__cache_put_frame(c, ra__pool_note(c, 1), RA__FRAME_POOL_END, RA__FRAME_BYTES);
         return;
     }
-    if (c->way == RA_INFER_PASS_KV) {
+    if (c->travel == RA_INFER_PASS_KV) {
         ra__cache_pack_keys(c);
         return;
     }
@@ -22803,20 +22814,21 @@ static void ra__cache_keys_of(ra_cache *c, int32_t rank, const uint8_t *message)
 /* How many swaps, from the first on, a stage waits for. */
 static int32_t ra__stage_swaps(const ra_cache *c, int32_t stage) {
     if (c->pooled) return c->ranks - 1;
-    if (c->way == RA_INFER_PASS_KV) return (int32_t)ra__min(stage, c->ranks - 1);
+    if (c->travel == RA_INFER_PASS_KV) return (int32_t)ra__min(stage, c->ranks - 1);
     if (ra__stage_merges(c, stage)) return c->swaps - (c->ranks - 1);
     return stage ? c->swaps : c->cd.queries == RA_QUERIES_OWN ? c->ranks - 1 : 0;
 }
 
-/* Under comm: opens a stage: its queries, keys, place of results and number of items. */
+/* Under comm: opens a stage: its queries, keys, place of results and number of portions. */
 static void ra__stage_open(ra_cache *c, int32_t stage) {
     const int all = c->pooled && c->ranks > 1;
-    const int own = c->way == RA_INFER_PASS_KV || c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL;
-    c->items = 0;
+    const int own = c->travel == RA_INFER_PASS_KV || c->ranks == 1 ||
+                    c->cd.queries == RA_QUERIES_ALL;
+    c->portions = 0;
     if (ra__stage_writes(c, stage)) {
         const int64_t pairs = ra__stage_merges(c, stage) ? ra__share_pairs(c, c->rank)
                                                          : c->own_rows * c->d.q_heads;
-        c->items = ra__ceil_div(pairs, c->write_rows * c->d.q_heads);
+        c->portions = ra__ceil_div(pairs, c->write_rows * c->d.q_heads);
     } else {
         c->queries.v = own ? c->q : ra__view_packed(c->q_all, c->d.q_heads, c->d.k_dim,
                                                     c->d.q_dtype);
@@ -22831,41 +22843,42 @@ static void ra__stage_open(ra_cache *c, int32_t stage) {
         c->keys.v = c->v;
         if (stage) ra__cache_keys_of(c, c->keys.rank, c->kv_recv[stage % 2]);
         if (!c->pooled) c->out = ra__result_of(c, c->keys.rank);
-        if (!own || c->way == RA_INFER_MERGE) c->out = ra__parts_here(c);
+        if (!own || c->travel == RA_INFER_MERGE) c->out = ra__partials_here(c);
         for (int32_t b = 0; b < c->d.sequences; b++) {
             c->slot_done[b] = 0;
-            c->items += ra__sequence_items(c, b);
+            c->portions += ra__sequence_portions(c, b);
         }
     }
     c->opened++;
     ra__store_i32(&c->open, 1);
     if (!all) {
-        ra__store_i64(&c->claim, (c->opened & RA__CLAIM_TURNS) << 40 | c->items);
+        ra__store_i64(&c->claim, (c->opened & RA__CLAIM_TURNS) << 40 | c->portions);
         return;
     }
     const int64_t word = ra__load_i64(&c->peer[0]->pool);      /* set by the first rank here */
     if (word >> 40 != (c->pools & RA__CLAIM_TURNS))
-        (void)ra__cas_i64(&c->peer[0]->pool, word, (c->pools & RA__CLAIM_TURNS) << 40 | c->items);
+        (void)ra__cas_i64(&c->peer[0]->pool, word,
+                          (c->pools & RA__CLAIM_TURNS) << 40 | c->portions);
 }
 
-/* The number of unclaimed items of the open stage. */
-static int64_t ra__items_left(const ra_cache *c, int64_t *claim, int64_t *word) {
+/* The number of unclaimed portions of the open stage. */
+static int64_t ra__portions_left(const ra_cache *c, int64_t *claim, int64_t *word) {
     *word = ra__load_i64(claim);
     if (claim != &c->claim && *word >> 40 != (c->pools & RA__CLAIM_TURNS)) return 0;
-    return *word & RA__CLAIM_ITEMS;
+    return *word & RA__CLAIM_PORTIONS;
 }
 
 static int64_t *ra__stage_claim(ra_cache *c) {
     return c->pooled && c->ranks > 1 ? &c->peer[0]->pool : &c->claim;
 }
 
-/* Under comm: ends the open stage if all its items are done, or opens the next if its messages have
- * come. 1: something changed. */
+/* Under comm: ends the open stage if all its portions are done, or opens the next if its messages
+ * have come. 1: something changed. */
 static int ra__stage_turn(ra_cache *c) {
     const int32_t stage = ra__load_i32(&c->stage);
     if (ra__load_i32(&c->open)) {
         int64_t word;
-        if (ra__items_left(c, ra__stage_claim(c), &word)) return 0;
+        if (ra__portions_left(c, ra__stage_claim(c), &word)) return 0;
         ra__store_i32(&c->open, 2);
         if (ra__add_i32(&c->holding, 0)) return 0;
         ra__store_i32(&c->open, 0);
@@ -22903,25 +22916,25 @@ static int ra__cache_round(ra_cache *c) {
     return ra__cache_complete(c) ? 1 : moved;
 }
 
-/* Claims an item of the open stage; returns its number, or -1. It raises `holding` before it reads
- * `open`. So when `open` is 2 and `holding` 0, all items are done and no thread reads memory of
- * other ranks. */
-static int64_t ra__item_claim(ra_cache *c) {
+/* Claims a portion of the open stage; returns its number, or -1. It raises `holding` before it
+ * reads `open`. So when `open` is 2 and `holding` 0, all portions are done and no thread reads
+ * memory of other ranks. */
+static int64_t ra__portion_claim(ra_cache *c) {
     int64_t word, left;
     if (ra__load_i32(&c->open) != 1) return -1;
     (void)ra__add_i32(&c->holding, 1);
     if (ra__load_i32(&c->open) == 1) {
         int64_t *claim = ra__stage_claim(c);
-        while ((left = ra__items_left(c, claim, &word)) != 0)
-            if (ra__cas_i64(claim, word, word - 1)) return c->items - left;
+        while ((left = ra__portions_left(c, claim, &word)) != 0)
+            if (ra__cas_i64(claim, word, word - 1)) return c->portions - left;
     }
     (void)ra__add_i32(&c->holding, -1);
     return -1;
 }
 
-/* Takes a desk with an item for thread ith: its own desk with an unfinished item, otherwise any
- * desk with a new item, otherwise one that a thread left unfinished and has not returned to. *more
- * is set to 1 if there is such a desk, also if it was left too recently. */
+/* Takes a desk with a portion for thread ith: its own desk with an unfinished portion, otherwise
+ * any desk with a new portion, otherwise one that a thread left unfinished and has not returned to.
+ * *more is set to 1 if there is such a desk, also if it was left too recently. */
 static ra__cache_desk *ra__cache_desk_take(ra_cache *c, int ith, int *more) {
     const int32_t n = c->d.threads;
     for (int32_t i = 0; i < 2 * n; i++) {
@@ -22933,9 +22946,9 @@ static ra__cache_desk *ra__cache_desk_take(ra_cache *c, int ith, int *more) {
         if (!ra__cas_i32(&y->busy, 0, 1)) continue;
         ra__store_i32(&y->idle, 0);
         if (ra__load_i32(&y->open)) return y;
-        const int64_t item = ra__item_claim(c);
-        if (item >= 0) {
-            y->x = ra__item_new(c, item);
+        const int64_t portion = ra__portion_claim(c);
+        if (portion >= 0) {
+            y->x = ra__portion_new(c, portion);
             ra__store_i32(&y->open, 1);
             return y;
         }
@@ -22944,13 +22957,13 @@ static ra__cache_desk *ra__cache_desk_take(ra_cache *c, int ith, int *more) {
     return NULL;
 }
 
-/* Does a step of the item of a desk, and leaves the desk. */
+/* Does a step of the portion of a desk, and leaves the desk. */
 static ra_status ra__cache_desk_work(ra_cache *c, ra__cache_desk *y) {
     const uint32_t mode = ra__fp_enter();
     const int writes = ra__stage_writes(c, ra__load_i32(&c->stage));
     const ra_status s = writes ? ra__cache_write(c, y) : ra__cache_compute(c, y);
     ra__fp_leave(mode);
-    if (s < 0) return ra__cache_fail(c, RA_E_ENGINE, "cache", "an item ended with status #", s);
+    if (s < 0) return ra__cache_fail(c, RA_E_ENGINE, "cache", "a portion ended with status #", s);
     if (s == RA_OK) ra__store_i32(&y->open, 0);
     ra__store_i32(&y->busy, 0);
     if (s == RA_OK) (void)ra__add_i32(&c->holding, -1);
@@ -23100,7 +23113,7 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
     memset(out, 0, sizeof *out);
     ra__cache_set_counts(c, cached, fresh);
     ra__cache_swaps(c);
-    out->way = c->way;
+    out->travel = c->travel;
     out->q_rows = c->own_rows;
     for (int32_t b = 0; b < c->d.sequences; b++)
         out->keys += ra__rank_keys(c, c->rank, cached[b] + fresh[b]);
@@ -23111,7 +23124,7 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
         out->bytes_in += (int64_t)x[RA__SWAP_IN].op.len;
         out->bytes_out += (int64_t)x[RA__SWAP_OUT].op.len;
     }
-    out->bits_any_company = c->cd.form == RA_FORM_SAME || !c->decode_tokens;
+    out->bits_any_call = c->cd.form == RA_FORM_SAME || !c->decode_tokens;
     return RA_OK;
 }
 
@@ -23282,7 +23295,7 @@ RA__OPTIMIZE_END
 #undef RA__PROCESS_ID
 #undef RA__QUIET_NS
 #undef RA__HASH_START
-#undef RA__CLAIM_ITEMS
+#undef RA__CLAIM_PORTIONS
 #undef RA__CLAIM_TURNS
 #undef RA__PRAGMA
 #undef RA__OPTIMIZE_BEGIN

@@ -1352,7 +1352,7 @@ static double print_way(cache_load way[3], int64_t fresh, int64_t cached) {
     double best[2] = { 1e9, 1e9 }, spent = 0, ratio;
     int rule;
     if (ra_infer_query(way[2].cache[0], &cached, &fresh, &report) != RA_OK) failed_rows++;
-    rule = report.way == RA_INFER_PASS_KV;
+    rule = report.travel == RA_INFER_PASS_KV;
     for (int i = 0; i < 200 && (i < 3 || spent < 0.15); i++)
         for (int k = 0; k < 2; k++) {
             const double t = way_seconds(&way[k], fresh, cached);
@@ -1381,7 +1381,7 @@ static void print_ways(void) {
         r.threads = r.ranks = ranks;
         x = data_make(&r);
         for (int k = 0; k < 3; k++) {
-            cd.way = k == 0 ? RA_INFER_PASS_Q : k == 1 ? RA_INFER_PASS_KV : RA_INFER_AUTO;
+            cd.travel = k == 0 ? RA_INFER_PASS_Q : k == 1 ? RA_INFER_PASS_KV : RA_INFER_AUTO;
             cache_make(&r, &x, &cd, &way[k]);
             if (way[k].status != RA_OK) failed_rows++;
         }

@@ -143,9 +143,9 @@ int main(int argc, char **argv) {
         const int equal = !first || !memcmp(first, r.o, bytes);
         same &= equal;
         printf("%5d  %9.3f  %-7s  %8.1f   %15.1f  %-7s %11lld  %s\n", r.ranks, r.prefill_s,
-               ranks[i] == 1 ? "-" : way[r.prefill.way],
+               ranks[i] == 1 ? "-" : way[r.prefill.travel],
                (double)(r.prefill.bytes_in + r.prefill.bytes_out) / 1024, r.decode_us,
-               ranks[i] == 1 ? "-" : way[r.decode.way],
+               ranks[i] == 1 ? "-" : way[r.decode.travel],
                (long long)(r.decode.bytes_in + r.decode.bytes_out),
                equal ? "equal" : "DIFFERENT");
         if (first) free(r.o);

@@ -339,7 +339,7 @@ static ra_status steps_of(const run *x, ra_cache *c, int32_t rank) {
         if (d->scores & RA_SCORE_ALIBI) t.alibi = s->alibi;
         if (d->scores & RA_SCORE_SINKS) t.sinks = s->sinks;
         if (!end) end = ra_infer_query(c, s->cached[i], s->fresh[i], &report);
-        if (rank == 0) x->out->way[report.way]++;
+        if (rank == 0) x->out->way[report.travel]++;
         if (!end) end = infer(s, c, &t, i);
         if (end) fprintf(stderr, "rank %d step %d: %s: %s\n", rank, i, ra_status_text(end),
                          ra_cache_error(c)->text);
@@ -504,8 +504,8 @@ static void everywhere(script *s, h_rng *r) {
     compare(s, &one, r, tolerance(s));
     for (size_t i = 0; i < sizeof ranks / sizeof *ranks; i++) {
         outcome many;
-        s->cd.way = h_below(r, 4);
-        if (s->cd.queries == RA_QUERIES_ALL && s->cd.way == RA_INFER_PASS_KV) s->cd.way = 0;
+        s->cd.travel = h_below(r, 4);
+        if (s->cd.queries == RA_QUERIES_ALL && s->cd.travel == RA_INFER_PASS_KV) s->cd.travel = 0;
         s->threads = 1 + h_below(r, 3);
         s->level_0 = h_below(r, 3);
         many = script_run(s, ranks[i]);
@@ -513,7 +513,7 @@ static void everywhere(script *s, h_rng *r) {
         CHECK_BITS(many.lse, one.lse, n * 4);
         outcome_free(&many);
     }
-    s->cd.way = RA_INFER_AUTO;
+    s->cd.travel = RA_INFER_AUTO;
     s->level_0 = 0;
     outcome_free(&one);
 }
@@ -575,14 +575,14 @@ TEST(pages) {
             for (int32_t way = RA_INFER_PASS_Q; way <= RA_INFER_MERGE; way++) {
                 outcome many;
                 if (way == RA_INFER_PASS_KV && s.cd.queries == RA_QUERIES_ALL) continue;
-                s.cd.way = way;
+                s.cd.travel = way;
                 many = script_run(&s, n);
                 CHECK_BITS(many.o, plain.o, q_size(&s) * s.d.v_dim * 4);
                 CHECK_BITS(many.lse, plain.lse, q_size(&s) * 4);
                 if (i > 9 && n == 1) CHECK(many.spare > 2 + s.d.sequences);
                 outcome_free(&many);
             }
-            s.cd.way = RA_INFER_AUTO;
+            s.cd.travel = RA_INFER_AUTO;
             outcome_free(&plain);
         }
         script_free(&s);
@@ -603,7 +603,7 @@ TEST(ring_buffers) {
         s.d.mask.window = 1 + h_below(&r, 90);
         s.d.mask.keep = h_below(&r, 3) * 9;
         s.cd.lanes = 0;
-        s.cd.way = RA_INFER_PASS_Q + (int32_t)(i / 4);
+        s.cd.travel = RA_INFER_PASS_Q + (int32_t)(i / 4);
         script_fill(&s, &r);
         grow(&s, &r, 600);
         plain = script_run(&s, ranks[i % 4]);
@@ -637,7 +637,7 @@ TEST(shared_prefixes) {
         s.d.sequences = 4;
         s.d.tokens = s.d.kv_tokens - 50;
         s.cd.lanes = 1 + (int32_t)(i % 2);
-        s.cd.way = RA_INFER_PASS_Q;
+        s.cd.travel = RA_INFER_PASS_Q;
         if (i % 4 == 2) s.d.q_dtype = RA_BF16;
         if (i == 3) s.d.mask.window = 1300;
         if (i == 4) { s.d.mask.window = 900; s.d.mask.keep = 5; }
@@ -672,8 +672,8 @@ TEST(shared_prefixes) {
     }
 }
 
-/* A prefix of whole leaves is one item for all sequences, and so one step. */
-TEST(shared_prefixes_are_one_item) {
+/* A prefix of whole leaves is one portion for all sequences, and so one step. */
+TEST(shared_prefixes_are_one_portion) {
     enum { B = 6, KEYS = 1024, PAGES = B * (KEYS / 16 + 1) };
     int64_t cached[B], fresh[B];
     int32_t table[B][KEYS / 16 + 1];
@@ -711,7 +711,7 @@ TEST(shared_prefixes_are_one_item) {
     free(q);
 }
 
-/* Threads share out the heads of one sequence where it has few spans: two items, and so two steps,
+/* Threads share out the heads of one sequence where it has few spans: two portions, so two steps,
  * where one thread has one; and each token has the bits it has on one thread. */
 TEST(threads_share_heads) {
     enum { KEYS = 3000, HEADS = 4, DIM = 32 };
@@ -864,7 +864,7 @@ TEST(long_caches) {
         s.d.tokens = 4000;
         s.d.v_dim = 24;
         s.cd.lanes = lanes[i];
-        s.cd.way = RA_INFER_PASS_Q;
+        s.cd.travel = RA_INFER_PASS_Q;
         for (s.steps = 0; s.steps < 7; s.steps++) {
             s.cached[s.steps][0] = at;
             s.fresh[s.steps][0] = fresh[s.steps];
@@ -898,7 +898,7 @@ TEST(lanes_and_weights) {
         s.cd.lanes = ranks + h_below(&r, 20);
         s.threads = 1 + h_below(&r, 2);
         s.cd.queries = h_one_in(&r, 3) ? RA_QUERIES_ALL : RA_QUERIES_OWN;
-        s.cd.way = i % 3 ? RA_INFER_MERGE : RA_INFER_AUTO;
+        s.cd.travel = i % 3 ? RA_INFER_MERGE : RA_INFER_AUTO;
         for (int p = 0; p < MAX_P; p++) weights[p] = h_below(&r, 5);
         weights[0] = 3;
         script_fill(&s, &r);
@@ -1156,7 +1156,7 @@ static ra_status create(const ra_desc *d, const ra_cache_desc *cd, ra_error *why
 
 /* What travels on 4 ranks. Where bytes are nearly equal keys win, for partial results are merged:
  * 64 new tokens after 256 move 798 KB with their results, or 983 KB of keys. Where memory is shared
- * nothing travels except addresses: a call is a pool if it has an item for each rank that holds
+ * nothing travels except addresses: a call is a pool if it has a portion for each rank that holds
  * keys. All of 16 tokens are on one rank. */
 TEST(ways_by_cost) {
     static const struct { int64_t fresh, cached; int32_t way, shared; } list[] = {
@@ -1177,6 +1177,7 @@ TEST(ways_by_cost) {
     ra_cache *c = NULL;
     ra_world *world = NULL;
     ra_world_desc wd = { 0 };
+    ra_cache_desc same = { 0 };
     wd.ranks = d.ranks = 4;
     d.tokens = 1024;
     d.kv_tokens = 1024 + 32768;
@@ -1190,11 +1191,18 @@ TEST(ways_by_cost) {
             ra_infer_report report;
             const int32_t way = shared ? list[i].shared : list[i].way;
             CHECK_EQ(ra_infer_query(c, &list[i].cached, &list[i].fresh, &report), RA_OK);
-            CHECK_EQ(report.way, way);
+            CHECK_EQ(report.travel, way);
+            CHECK_EQ(report.bits_any_call, 0);
             if (!shared || way == RA_INFER_PASS_Q) continue;
             CHECK_EQ(report.messages_out, 6);
             CHECK_EQ(report.bytes_out, 3 * (128 + 64));
         }
+        CHECK_EQ(ra_cache_destroy(c), RA_OK);
+        same.form = RA_FORM_SAME;
+        CHECK_EQ(ra_cache_create(&c, &d, &net, &same), RA_OK);
+        ra_infer_report report;
+        CHECK_EQ(ra_infer_query(c, &list[0].cached, &list[0].fresh, &report), RA_OK);
+        CHECK_EQ(report.bits_any_call, 1);
         CHECK_EQ(ra_cache_destroy(c), RA_OK);
     }
     ra_world_destroy(world);
@@ -1236,16 +1244,16 @@ TEST(merges_by_bytes) {
         const int64_t row = 32 * 129 * 4, two = live >= 4;
         for (int shared = 0; shared < 2; shared++) {
             const ra_infer_report all = one_token_each(4, shared, RA_QUERIES_ALL, live);
-            CHECK_EQ(all.way, two ? RA_INFER_MERGE : RA_INFER_PASS_Q);
+            CHECK_EQ(all.travel, two ? RA_INFER_MERGE : RA_INFER_PASS_Q);
             CHECK_EQ(all.messages_in, two ? 6 : 3);
             CHECK_EQ(all.bytes_in, two ? 6 * (64 + live * row / 4) : 3 * (64 + live * row));
             CHECK_EQ(all.bytes_out, all.bytes_in);
         }
     }
-    CHECK_EQ(one_token_each(2, 0, RA_QUERIES_ALL, 8).way, RA_INFER_PASS_Q);
-    CHECK_EQ(one_token_each(8, 0, RA_QUERIES_OWN, 1).way, RA_INFER_PASS_Q);
-    CHECK_EQ(one_token_each(8, 0, RA_QUERIES_OWN, 2).way, RA_INFER_MERGE);
-    CHECK_EQ(one_token_each(8, 1, RA_QUERIES_OWN, 2).way, RA_INFER_PASS_Q);
+    CHECK_EQ(one_token_each(2, 0, RA_QUERIES_ALL, 8).travel, RA_INFER_PASS_Q);
+    CHECK_EQ(one_token_each(8, 0, RA_QUERIES_OWN, 1).travel, RA_INFER_PASS_Q);
+    CHECK_EQ(one_token_each(8, 0, RA_QUERIES_OWN, 2).travel, RA_INFER_MERGE);
+    CHECK_EQ(one_token_each(8, 1, RA_QUERIES_OWN, 2).travel, RA_INFER_PASS_Q);
 }
 
 TEST(refusals) {
@@ -1345,7 +1353,7 @@ static ra_status narrow_rank(ra_world *world, int rank, void *user) {
     s.d.tokens = 2;
     s.d.ranks = 2;
     s.d.rank = rank;
-    s.cd.way = RA_INFER_PASS_KV;
+    s.cd.travel = RA_INFER_PASS_KV;
     s.cd.lanes = 0;
     net.ctx = &x;
     net.post = narrow_post;
@@ -1566,7 +1574,7 @@ static ra_status ending_rank(ra_world *world, int rank, void *user) {
     d.tokens = 200;
     d.ranks = 3;
     d.rank = rank;
-    s.cd.way = RA_INFER_PASS_KV;
+    s.cd.travel = RA_INFER_PASS_KV;
     s.cd.lanes = 0;
     ra_status end = ra_cache_create(&by.c, &d, ra_world_transport(world, rank), &s.cd);
     if (end) return end;
@@ -1618,7 +1626,7 @@ static ra_status unknown_rank(ra_world *world, int rank, void *user) {
     d.tokens = 64;
     d.ranks = 2 + x->rests;
     d.rank = rank;
-    s.cd.way = RA_INFER_PASS_KV;
+    s.cd.travel = RA_INFER_PASS_KV;
     s.cd.lanes = 0;
     s.cd.quiesce_ns = x->rests ? 1000000000 : 10000000;
     ra_status end = ra_cache_create(&c, &d, ra_world_transport(world, rank), &s.cd);
@@ -1656,7 +1664,7 @@ TEST(ends_unknown) {
 
 static const h_test tests[] = {
     ENTRY(ranks_and_ways), ENTRY(pages), ENTRY(ring_buffers), ENTRY(attention_pages),
-    ENTRY(shared_prefixes), ENTRY(shared_prefixes_are_one_item),
+    ENTRY(shared_prefixes), ENTRY(shared_prefixes_are_one_portion),
     ENTRY(threads_share_heads), ENTRY(long_caches), ENTRY(lanes_and_weights),
     ENTRY(drafts_are_exact),
     ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(ways_by_cost), ENTRY(merges_by_bytes),

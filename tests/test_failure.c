@@ -1669,8 +1669,11 @@ TEST(events_as_text) {
     e.bytes = 0;
     CHECK(strcmp(ra_event_text(&e, 5000, text),
                  "0 us: rank 3, pass 7: folded all up to chunk 21") == 0);
-    e.kind = RA_EV_FAIL;
+    e.kind = RA_EV_RECV_CONTROL;
     e.chunk = -1;
+    CHECK(strcmp(ra_event_text(&e, 5000, text),
+                 "0 us: rank 3, pass 7: received a control message") == 0);
+    e.kind = RA_EV_FAIL;
     e.status = RA_E_CANCELLED;
     CHECK(strncmp(ra_event_text(&e, 5000, text), "0 us: rank 3, pass 7: pass failed: ", 35) == 0);
     e.kind = 999;

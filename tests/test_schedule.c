@@ -1056,7 +1056,7 @@ static ra_status far_apart_rank(ra_world *world, int rank, void *user) {
     ra_cache_desc cd = { 0 };
     ra_tensors t = { 0 };
     ra_cache *c;
-    cd.way = RA_INFER_PASS_KV;
+    cd.travel = RA_INFER_PASS_KV;
     d.tokens = d.kv_tokens = 256;
     d.ranks = 2;
     d.rank = rank;
