@@ -21489,16 +21489,9 @@ static int64_t ra__tile_portions(const ra_cache *c, int64_t rows) {
     return portions;
 }
 
-/* The number of ranks that hold keys of the call; at least 1. */
-static int32_t ra__key_holders(const ra_cache *c) {
-    int64_t most = 1;
-    for (int32_t b = 0; b < c->d.sequences; b++) most = ra__max(most, ra__call_tokens(c, b));
-    return c->lane_owner[ra__min(ra__ceil_div(most, RA__LANE_BLOCK), c->lanes) - 1] + 1;
-}
-
 /* What travels: keys if that moves fewer bytes and there is memory for them. Every rank makes the
- * same choice. Where memory is shared keys do not move: PASS_KV if its portions occupy as many
- * ranks as hold keys. In the form of decoding each rank had better read the keys that are near it.
+ * same choice. Where memory is shared keys do not move: PASS_KV if its portions occupy all ranks.
+ * In the form of decoding each rank had better read the keys that are near it.
  * PERF: partial results are stored, moved, read and merged. 2 and 4 threads as ranks, 2 processors
  * of Zen 4, 8/2 heads of 64 in f32, 1 to 1024 new and 0 to 32768 cached tokens: 1 MB of them and of
  * their queries takes 230 to 410 us, 1 MB of keys 70. Without the weight, what is chosen takes up
@@ -21510,8 +21503,8 @@ static int32_t ra__cache_travels(const ra_cache *c) {
         c->cd.travel == RA_INFER_MERGE)
         return RA_INFER_PASS_Q;
     if (c->shared && (c->cd.travel != RA_INFER_PASS_KV || !c->rows))
-        return ra__tile_portions(c, RA__LANE_BLOCK) >= ra__key_holders(c) ? RA_INFER_PASS_KV
-                                                                          : RA_INFER_PASS_Q;
+        return ra__tile_portions(c, RA__LANE_BLOCK) >= c->ranks ? RA_INFER_PASS_KV
+                                                                : RA_INFER_PASS_Q;
     if (c->cd.travel == RA_INFER_PASS_KV) return RA_INFER_PASS_KV;
     for (int32_t r = 0; r < c->ranks; r++) {
         int64_t rows, bytes = ra__keys_length(c, r, &rows);
