@@ -1555,7 +1555,7 @@ RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_h
 #if !defined(__clang__) && defined(__OPTIMIZE__) && !defined(__OPTIMIZE_SIZE__)
 #pragma GCC optimize("no-tree-vrp", "no-tree-pre", "no-gcse", "no-tree-slp-vectorize",          \
                      "no-tree-loop-vectorize", "no-schedule-insns2", "no-rerun-cse-after-loop",  \
-                     "no-tree-tail-merge", "no-optimize-strlen", "no-tree-pta")
+                     "no-tree-tail-merge", "no-optimize-strlen")
 #define RA__PRAGMA(x) _Pragma(#x)
 #define RA__OPTIMIZE_BEGIN(how)                                                                  \
     RA__PRAGMA(GCC push_options)                                                                 \
