@@ -1741,7 +1741,7 @@ typedef struct ra__decode_keys {
     int32_t n, partial;                /* partial: some row does not see some key */
     int32_t whole;                     /* 1: a whole block, which decode_fold may also close */
     ra__stream *streams;               /* [2] or null: prefetched, as much as these rows of K, V */
-    int32_t part;                      /* bf16: what a four prefetches, RA__BF_ALL, ... */
+    int32_t prefetch;                  /* bf16: what a four prefetches, RA__BF_ALL, ... */
 } ra__decode_keys;
 enum { RA__DECODE_ROWS = 4, RA__DECODE_KEYS = 16, RA__DECODE_DIMS = 32 };
 enum { RA__DECODE_UNIT = 4 };          /* keys after which a maximum may rise */
@@ -6176,7 +6176,7 @@ RA__BF_INLINE void ra__bf_decode_dots(const ra__decode_rows *rows, const ra__dec
                 }
             }
         }
-        if (keys->streams && keys->part == RA__BF_HALF)
+        if (keys->streams && keys->prefetch == RA__BF_HALF)
             ra__bf_decode_prefetch(keys->streams, nk / 4, 2);
         else if (keys->streams) ra__bf_decode_prefetch(keys->streams, nk / 2, nf);
     }
@@ -6219,7 +6219,7 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_decode_scores(const ra__decode_rows *rows
                                                      const ra__decode_keys *keys,
                                                      float (*s)[4 * RA_BLOCK_TOKENS], int32_t nf) {
     ra__decode_keys y = *keys;
-    y.part = nf > 2 ? RA__BF_HALF : RA__BF_ALL;
+    y.prefetch = nf > 2 ? RA__BF_HALF : RA__BF_ALL;
     for (int32_t j = 0; j < y.n; j += 8)
         for (int32_t f = 0; f < nf; f += 2) {
             if (nf - f > 1) ra__bf_decode_scores_of(rows + f, &y, j, s + f, 2);
@@ -6281,7 +6281,7 @@ RA__BF_INLINE void ra__bf_decode_product(const ra__decode_keys *keys, __m512 *c,
             c[at] = ra__bf_dot(c[at], z, y);
         }
     }
-    if (keys->streams && keys->part == RA__BF_ONE) ra__bf_decode_lines(keys->streams, nc);
+    if (keys->streams && keys->prefetch == RA__BF_ONE) ra__bf_decode_lines(keys->streams, nc);
     else if (keys->streams) ra__bf_decode_prefetch(keys->streams, nc, nf);
 }
 
@@ -6405,9 +6405,9 @@ RA__BF_STATIC void ra__decode_fold_bf16(ra__decode_rows *rows, const ra__decode_
         while (nf < RA__BF_DECODE_FOURS && i + nf < n && keys[i + nf].seen) nf++;
         ra__bf_decode_scores(rows + i, keys + i, s, nf);
         memcpy(y, keys + i, (size_t)nf * sizeof *y);
-        for (int32_t f = 0; f < nf; f++) y[f].part = RA__BF_ALL;
-        if (nf > 2 && streams && streams->level_1) {       /* two fours K, the others V */
-            for (int32_t f = 0; f < nf; f++) y[f].part = RA__BF_ONE;
+        for (int32_t f = 0; f < nf; f++) y[f].prefetch = RA__BF_ALL;
+        if (nf > 2 && streams && streams->level1) {       /* two fours K, the others V */
+            for (int32_t f = 0; f < nf; f++) y[f].prefetch = RA__BF_ONE;
             y[2].streams = streams + 1;
         }
         for (int32_t f = 0; f < nf; f += 2)
