@@ -74,7 +74,8 @@ static const char *const mask_names[] = { "", "window", "documents", "prefix", "
 
 /* Kinds of rows: see `kinds`. */
 enum { FORWARD, BACKWARD, MASK, ALIBI, BIAS_KEY, BIAS_FULL, SINKS, SOFTCAP, TAILS, STRIDES, DIMS,
-       DECODE, SHORT, SMALL, OFF, SIMPLE, LOOP, RING, CACHE, PREFILL, KINDS };
+       DECODE, DECODE_MASK, DECODE_BIAS, DECODE_ALIBI, DECODE_SOFTCAP, SHORT, SMALL, OFF, SIMPLE,
+       LOOP, RING, CACHE, PREFILL, KINDS };
 
 typedef struct row {
     int32_t kind, isa, dtype, mask, mask_more, versus, layout;
@@ -352,14 +353,18 @@ static void more_mask(const row *r, ra_mask *m) {
 static void scores_make(const row *r, ra_desc *d, ra_tensors *t) {
     float *heads = (float *)map((size_t)r->q_heads * sizeof *heads);
     for (int32_t i = 0; i < r->q_heads; i++) heads[i] = 0.5f / (float)(i + 1);
-    if (r->kind == ALIBI) { d->scores = RA_SCORE_ALIBI; t->alibi = heads; }
+    if (r->kind == ALIBI || r->kind == DECODE_ALIBI) {
+        d->scores = RA_SCORE_ALIBI;
+        t->alibi = heads;
+    }
     if (r->kind == SINKS) { d->scores = RA_SCORE_SINKS; t->sinks = heads; }
-    if (r->kind == SOFTCAP) d->softcap = 30.0f;
-    if (r->kind == BIAS_KEY || r->kind == BIAS_FULL) {
+    if (r->kind == SOFTCAP || r->kind == DECODE_SOFTCAP) d->softcap = 30.0f;
+    if (r->kind == BIAS_KEY || r->kind == BIAS_FULL || r->kind == DECODE_MASK ||
+        r->kind == DECODE_BIAS) {
         const int full = r->kind == BIAS_FULL;
         const int64_t n = r->kv_tokens * (full ? r->tokens * r->q_heads : 1);
         d->scores = RA_SCORE_BIAS;
-        t->bias.data = (float *)map_random(n, RA_F32, 4);
+        t->bias.data = r->kind == DECODE_MASK ? map((size_t)n * 4) : map_random(n, RA_F32, 4);
         t->bias.key_step = 4;
         t->bias.row_step = full ? 4 * r->kv_tokens : 0;
         t->bias.head_step = full ? 4 * r->kv_tokens * r->tokens : 0;
@@ -741,7 +746,7 @@ typedef struct trial {
 /* The plain row that a row of VERSUS_PLAIN is compared with. */
 static row plain_of(const row *r) {
     row base = *r;
-    base.kind = FORWARD;
+    base.kind = r->kind > DECODE && r->kind <= DECODE_SOFTCAP ? DECODE : FORWARD;
     base.mask_more = MASK_PLAIN;
     if (r->kind == TAILS) base.tokens = base.kv_tokens = (r->tokens + 63) / 64 * 64;
     return base;
@@ -785,6 +790,10 @@ static void make_backward(const row *r, const data *x, trial *t) {
 static void make_decode(const row *r, const data *x, trial *t) {
     load_make(r, x, &t->l);
     t->kernel = (op){ attention_part, &t->l, r->threads, 1, 2.0 * (double)x->kv_bytes, 0 };
+    if (r->versus != VERSUS_PLAIN) return;
+    const row base = plain_of(r);
+    load_make(&base, x, &t->other);
+    t->versus = (op){ attention_part, &t->other, r->threads, 1, t->kernel.work, 0 };
 }
 
 static void make_short(const row *r, const data *x, trial *t) {
@@ -851,6 +860,10 @@ static const struct kind {
     { "strides", "one head after another, next to packed tokens", make_attention, 1.0, 0 },
     { "dims", "head dimensions other than 64 and 128", make_attention, 0.8, 0 },
     { "decode", "one query over a long cache", make_decode, 0.6, 1 },
+    { "decode_mask", "the same with a mask tensor of zeros, next to none", make_decode, 0.6, 1 },
+    { "decode_bias", "with a bias of all heads, next to none", make_decode, 0.6, 1 },
+    { "decode_alibi", "with ALiBi, next to none", make_decode, 0.6, 1 },
+    { "decode_softcap", "with a softcap, next to none", make_decode, 0.6, 1 },
     { "short", "a few queries over a long cache, next to one", make_short, 0.8, 0 },
     { "small", "a call too short to be timed alone, next to a loop", make_small, 0.5, 0 },
     { "small_off", "the same with rows that begin 16 bytes off a line", make_small, 0.5, 0 },
@@ -1026,6 +1039,11 @@ static void add_decode(void) {
         for (int32_t threads = 1; threads <= 2; threads++) {
             row r = cache_row(DECODE, dtype >= RA_BF16 ? ra_isa_best() : best_f32(), dtype, 1);
             r.threads = threads;
+            add(r);
+        }
+        for (int32_t kind = DECODE_MASK; kind <= DECODE_SOFTCAP; kind++) {
+            row r = cache_row(kind, dtype >= RA_BF16 ? ra_isa_best() : best_f32(), dtype, 1);
+            r.versus = VERSUS_PLAIN;
             add(r);
         }
     }

@@ -1322,6 +1322,67 @@ TEST(hidden_blocks_are_as_masked) {
     }
 }
 
+/* Decoding with biases that are 0 in most blocks, with ALiBi or a softcap or neither: the same bits
+ * whether biases are contiguous or every second element, and beside another row. */
+TEST(modified_decode_is_as_beside_another_row) {
+    enum { D = 64, KEYS = 900, HEADS = 16, ALL = HEADS * KEYS, LATE = KEYS - 300 };
+    static float x[KEYS * HEADS * D], q[2 * HEADS * D], o[3][2 * HEADS * D], wide[2 * ALL];
+    static uint8_t kept[KEYS * HEADS * D * 4], asked[sizeof q], bias[2][ALL * 4 * 4];
+    float slope[HEADS];
+    for (int i = 0; i < HEADS; i++) slope[i] = 0.02f * (float)i;
+    for (int64_t i = 0; i < 5 * 3 * 3 * 3 * 2; i++) {
+        h_rng r = h_case_rng(i);
+        const int32_t isa = (int32_t)(i / 54) + RA_ISA_SCALAR, form = (int32_t)(i % 3);
+        const int32_t data = (int32_t)(i / 3 % 3) + RA_F32, dtype = (int32_t)(i / 9 % 3) + RA_F32;
+        const int32_t size = dtype == RA_F32 ? 4 : 2, each = (int32_t)(i / 27 % 2);
+        const int32_t kv_heads = h_one_in(&r, 3) ? HEADS : h_one_in(&r, 2) ? 4 : 8;
+        ra_tensors t = { 0 };
+        ra_desc d;
+        if (!ra_isa_available(isa) || !h_case(i)) continue;
+        d = ra_desc_make(HEADS, kv_heads, D, data, RA_MASK_NONE);
+        d.o_dtype = RA_F32;
+        d.kv_tokens = KEYS;
+        d.scores = RA_SCORE_BIAS | (form == 1 ? RA_SCORE_ALIBI : 0);
+        d.softcap = form == 2 ? 5.0f : 0.0f;
+        d.isa = isa;
+        if (form == 1) t.alibi = slope;
+        for (int64_t j = 0; j < KEYS * kv_heads * D; j++) x[j] = (float)h_normal(&r);
+        for (int64_t j = 0; j < 2 * HEADS * D; j++) q[j] = 3 * (float)h_normal(&r);
+        memset(wide, 0, sizeof wide);
+        for (int j = 0; j < 2 * HEADS; j++) {          /* [head][row] */
+            wide[j * KEYS + h_range(&r, 0, KEYS - 1)] = 9.0f;
+            wide[j * KEYS + KEYS - 1] = (float)h_normal(&r);
+            for (int k = LATE; k < LATE + 150; k++) wide[j * KEYS + k] = (float)h_normal(&r);
+            for (int k = 70; k < 150; k++) wide[j * KEYS + k] = -INFINITY;
+        }
+        CHECK_EQ(ra_convert(kept, data, x, RA_F32, KEYS * kv_heads * D), RA_OK);
+        CHECK_EQ(ra_convert(asked, data, q, RA_F32, 2 * HEADS * D), RA_OK);
+        CHECK_EQ(ra_convert(bias[0], dtype, wide, RA_F32, 2 * ALL), RA_OK);
+        for (int64_t j = 0; j < 2 * ALL; j++)
+            memcpy(bias[1] + 2 * j * size, bias[0] + j * size, (size_t)size);
+        t.k.data = t.v.data = kept;
+        t.bias.keys = KEYS;
+        t.bias.dtype = dtype;
+        for (int j = 0; j < 3; j++) {                  /* the last call has both rows */
+            const int apart = j ? 2 : 1, late = j == 2 ? 0 : 1;
+            scratch w;
+            d.tokens = j == 2 ? 2 : 1;
+            d.q_offset = KEYS - d.tokens;
+            t.q.data = asked + late * HEADS * D * (data == RA_F32 ? 4 : 2);
+            t.bias.data = bias[j != 0] + late * apart * KEYS * size;
+            t.bias.key_step = apart * size;
+            t.bias.row_step = apart * KEYS * size;
+            t.bias.head_step = each ? 2 * apart * KEYS * size : 0;
+            t.o.data = o[j];
+            w = scratch_for(&d, 1);
+            CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, 0, 1), RA_OK);
+            free(w.raw);
+        }
+        CHECK_BITS(o[0], o[1], HEADS * D * sizeof(float));
+        CHECK_BITS(o[0], o[2] + HEADS * D, HEADS * D * sizeof(float));
+    }
+}
+
 /* One cache for several sequences, with a sequence and a position for each cell, as documents of
  * SPAN positions: cells in any order, empty ones with NaN, a window and kept tokens of each
  * sequence, new tokens of all of them in one call. */
@@ -1692,7 +1753,7 @@ static const h_test tests[] = {
     ENTRY(huge_scores), ENTRY(sums_past_the_limit), ENTRY(scores_near_the_limits),
     ENTRY(rows_without_keys), ENTRY(one_nan), ENTRY(nan_in_everything_unseen),
     ENTRY(sequences_in_one_cache), ENTRY(bias_of_minus_infinity),
-    ENTRY(hidden_blocks_are_as_masked),
+    ENTRY(hidden_blocks_are_as_masked), ENTRY(modified_decode_is_as_beside_another_row),
     ENTRY(one_key_gives_its_value), ENTRY(positions_near_the_limit),
     ENTRY(fold_merge_finish), ENTRY(merges_of_many_partials), ENTRY(merge_corners),
     ENTRY(attention_threads), ENTRY(attention_workspace), ENTRY(q8_0_everywhere),
