@@ -321,7 +321,7 @@ infer_of() { echo "build/$1/examples/ring_infer"; }
 run_infer() {
     [ -d "$work/python" ] || libraries
     step -x million-build make build/release/tests/test_infer
-    step million timeout 120 build/release/tests/test_infer a_million_tokens --long
+    step million timeout 240 build/release/tests/test_infer a_million_tokens --long
     if [ ! -f "$work/python.ready" ]; then
         skip infer "no PyTorch, transformers, gguf from PyPI: $(tail -n 1 "$work/python.log")"
     else

@@ -35,6 +35,8 @@ typedef struct infer_options {         /* 0: the default */
     int32_t stop[INFER_STOPS], stops;  /* tokens that end the text */
     int32_t all_logits;                /* 1: keep those of every position; 2: from the last token of
                                         * the prompt on */
+    const int64_t *wanted;             /* [wanted_count] positions of the prompt, ascending, whose */
+    int64_t wanted_count;              /* logits all_logits = 2 keeps as well */
     void (*progress)(void *user, int64_t done, int64_t of);    /* of the prompt; from one thread */
     void (*token)(void *user, int32_t id);
     void *user;
@@ -440,6 +442,15 @@ static inline ra_status infer_decode(infer_rank *r, int64_t *count, int64_t *cac
     return s;
 }
 
+/* Which of the n tokens of the prompt at position `at` is the first whose logits are needed. */
+static inline int64_t infer_first_wanted(const infer_engine *e, int64_t at, int64_t n) {
+    const infer_options *o = &e->o;
+    if (o->all_logits == 1) return 0;
+    for (int64_t i = 0; i < o->wanted_count; i++)
+        if (o->wanted[i] >= at && o->wanted[i] < at + n) return o->wanted[i] - at;
+    return at + n == e->result->prompt ? n - 1 : n;
+}
+
 static inline ra_status infer_text(infer_rank *r) {
     infer_engine *e = r->e;
     infer_result *out = e->result;
@@ -449,8 +460,7 @@ static inline ra_status infer_text(infer_rank *r) {
     ra_status s = RA_OK;
     for (; at < out->prompt && s == RA_OK; at += n) {
         n = out->prompt - at < o->chunk ? out->prompt - at : o->chunk;
-        const int64_t last = at + n == out->prompt ? n - 1 : n;
-        s = infer_forward(r, at, n, o->all_logits == 1 ? 0 : last);
+        s = infer_forward(r, at, n, infer_first_wanted(e, at, n));
         if (s == RA_OK && infer_reports(r) && o->progress)
             o->progress(o->user, at + n, out->prompt);
     }
