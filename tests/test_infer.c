@@ -788,11 +788,11 @@ static int64_t long_rows(const file *f, const shape *s, const turns *turn,
     return far;
 }
 
-/* A cache of 2^20 positions on 8 ranks (--long, 30 s of processor time; otherwise 20,000 on 3), of a
- * model with one layer whose rows look at a few keys each. 64 needles are spread over the prompt,
- * each in a call of its own. From a needle to the end of its call all rows attend to what is cached:
- * up to 512 rows, and in the last call all 4092. The logits of needles, of the last token of the
- * prompt and of those that follow are held against double precision.
+/* A cache of 2^20 positions on 8 ranks (--long, 30 s of processor time; otherwise 20,000 on 3), of
+ * a model with one layer whose rows look at a few keys each. 64 needles are spread over the prompt,
+ * each in a call of its own. From a needle to the end of its call all rows attend to what is
+ * cached: up to 512 rows, and in the last call all 4092. The logits of needles, of the last token
+ * of the prompt and of those that follow are held against double precision.
  *
  * A second layer would give every token of the prompt queries in the first: 2^39 scores per head,
  * some 200 s of processor time. */

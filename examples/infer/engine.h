@@ -34,9 +34,9 @@ typedef struct infer_options {         /* 0: the default */
     uint64_t seed;
     int32_t stop[INFER_STOPS], stops;  /* tokens that end the text */
     int32_t all_logits;                /* 1: keep those of every position; 2: from the last token of
-                                        * the prompt on */
-    const int64_t *wanted;             /* [wanted_count] positions of the prompt, ascending, whose */
-    int64_t wanted_count;              /* logits all_logits = 2 keeps as well */
+                                        * the prompt on, and of the positions `wanted` before it */
+    const int64_t *wanted;             /* [wanted_count] ascending */
+    int64_t wanted_count;
     void (*progress)(void *user, int64_t done, int64_t of);    /* of the prompt; from one thread */
     void (*token)(void *user, int32_t id);
     void *user;
