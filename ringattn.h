@@ -1136,11 +1136,10 @@ enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV, RA_INFER_MERGE };
  * bits of a row depend on nothing but the row: tokens of a draft that are verified together are
  * those of plain decoding, however the prompt was cut. Prefill in bf16 takes twice as long. */
 enum { RA_FORM_AUTO, RA_FORM_SAME };
-typedef struct ra_cache_desc {         /* {0} or a null pointer: all defaults. AGREED: the first
-                                        * five */
+typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the first five */
     int64_t new_tokens;                /* most new tokens of a call; 0: sequences * tokens */
-    int32_t lanes;                     /* ranks..1024; 0: ranks. Worlds of different sizes get equal
-                                        * bits if their lanes are equal, such as 8 or 64 */
+    int32_t lanes;                     /* ranks..1024. Worlds get equal bits if their lanes are
+                                        * equal, such as 8 or 64. 0: by ranks and layout.weights */
     int32_t queries;                   /* RA_QUERIES_* */
     int32_t travel;                    /* RA_INFER_*; PASS_Q needs no buffers for keys */
     int32_t form;                      /* RA_FORM_* */
@@ -1153,11 +1152,12 @@ typedef struct ra_cache_desc {         /* {0} or a null pointer: all defaults. A
 } ra_cache_desc;
 
 /* d->tokens is the most new tokens of a sequence per call, d->kv_tokens the most positions of a
- * sequence, ranks and rank as for a plan. layout.weights: relative sizes of the shards. d->mask is
- * NONE or CAUSAL without documents, d->scores without bias. q_offset, tokens_of, kv_tokens_of,
- * layout.kind, order, engine and the fields of Training stay 0. d->threads threads may step a call.
- * net (null: one rank) needs RA_CAP_ANY_PEER if there are more than 2 ranks; a refusal says what
- * max_msg must be. One cache object serves all layers. */
+ * sequence, ranks and rank as for a plan. layout.weights: relative sizes of the shards, met as well
+ * as whole lanes can: lanes 0 is then the fewest, most often at most 64, that meet each to 5 %, and
+ * without weights ranks. d->mask is NONE or CAUSAL without documents, d->scores without bias.
+ * q_offset, tokens_of, kv_tokens_of, layout.kind, order, engine and Training stay 0. d->threads
+ * threads may step a call. net (null: one rank) needs RA_CAP_ANY_PEER with more than 2 ranks; a
+ * refusal says what max_msg must be. One cache object serves all layers. */
 RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
                                        const ra_cache_desc *cd);
 /* Bytes of workspace on this rank; 0: d or cd is refused. A transport with an align above 64 needs
@@ -1193,8 +1193,7 @@ RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t 
 RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                       const int64_t *fresh, int64_t deadline_ns);
 RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith);
-/* Without a main thread (ggml), as ra_join: every thread calls it with equal jobs until RA_OK or an
- * error. */
+/* Without a main thread (ggml), as ra_join: all call it with equal jobs until RA_OK or an error. */
 typedef struct ra_infer_job {          /* copied by begin, with *tensors and counts, without data */
     uint64_t ticket;                   /* number of the call, as in ra_job */
     const ra_tensors *tensors;
@@ -21108,18 +21107,52 @@ static int32_t ra__subtrees(const ra_cache *c, int32_t rank, int32_t first, int3
     return n + ra__subtrees(c, rank, middle, last, out + n);
 }
 
-/* Lanes of each rank: equal ranges, or in proportion to weights, at least one each. */
-static void ra__lane_ranges(ra_cache *c) {
-    const int32_t *w = c->d.layout.weights;
+/* The first lanes of all ranks, and the end: ranges of equal size, or in proportion to weights w,
+ * at least one lane each. */
+static void ra__lanes_cut(const int32_t *w, int32_t ranks, int32_t lanes, int32_t *first) {
     int64_t sum = 0, before = 0;
-    for (int32_t r = 0; r < c->ranks; r++) sum += w ? w[r] : 1;
-    for (int32_t r = 0; r < c->ranks; r++) {
-        const int64_t least = r ? c->lane_first[r - 1] + 1 : 0, most = c->lanes - (c->ranks - r);
-        const int64_t at = (2 * before * c->lanes + sum) / (2 * sum);
-        c->lane_first[r] = (int32_t)ra__min(ra__max(at, least), most);
+    for (int32_t r = 0; r < ranks; r++) sum += w ? w[r] : 1;
+    for (int32_t r = 0; r < ranks; r++) {
+        const int64_t least = r ? first[r - 1] + 1 : 0, most = lanes - (ranks - r);
+        const int64_t at = (2 * before * lanes + sum) / (2 * sum);
+        first[r] = (int32_t)ra__min(ra__max(at, least), most);
         before += w ? w[r] : 1;
     }
-    c->lane_first[c->ranks] = c->lanes;
+    first[ranks] = lanes;
+}
+
+/* By how much the share of a rank differs from its weight at most, as a part of the weight. */
+static double ra__lanes_miss(const int32_t *w, int32_t ranks, int32_t lanes) {
+    int32_t first[RA__MOST_LANES + 1];
+    double sum = 0, most = 0;
+    ra__lanes_cut(w, ranks, lanes, first);
+    for (int32_t r = 0; r < ranks; r++) sum += w[r];
+    for (int32_t r = 0; r < ranks; r++) {
+        const double share = (double)(first[r + 1] - first[r]) / lanes;
+        const double miss = w[r] ? share * sum / w[r] - 1 : 0;
+        if (miss > most) most = miss;
+        if (-miss > most) most = -miss;
+    }
+    return most;
+}
+
+/* The number of lanes by default: without weights that of ranks. Otherwise the fewest with which
+ * no share misses its weight by more than a 20th, and if there are none up to 64 and up to 4 per
+ * rank, the fewest of those with the smallest miss. Fewer lanes have fewer partial results. */
+static int32_t ra__lanes_default(const int32_t *w, int32_t ranks) {
+    const int32_t most = (int32_t)ra__min(RA__MOST_LANES, ra__max(64, 4 * (int64_t)ranks));
+    int32_t found = ranks;
+    double least = w ? ra__lanes_miss(w, ranks, ranks) : 0;
+    for (int32_t n = ranks + 1; n <= most && least > 0.05; n++) {
+        const double miss = ra__lanes_miss(w, ranks, n);
+        if (miss < least) { least = miss; found = n; }
+    }
+    return found;
+}
+
+/* Lanes of each rank. */
+static void ra__lane_ranges(ra_cache *c) {
+    ra__lanes_cut(c->d.layout.weights, c->ranks, c->lanes, c->lane_first);
     for (int32_t r = 0; r < c->ranks; r++)
         for (int32_t l = c->lane_first[r]; l < c->lane_first[r + 1]; l++) c->lane_owner[l] = r;
 }
@@ -21424,7 +21457,7 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     if (s) return s;
     c->ranks = c->d.ranks;
     c->rank = c->d.rank;
-    c->lanes = c->cd.lanes ? c->cd.lanes : c->ranks;
+    c->lanes = c->cd.lanes ? c->cd.lanes : ra__lanes_default(c->d.layout.weights, c->ranks);
     c->group = c->d.q_heads / c->d.kv_heads;
     c->decode_tokens = c->group <= RA__DECODE_PAIRS ? RA__DECODE_PAIRS / c->group : 0;
     c->lane_rows = ra__ceil_div(c->d.kv_tokens, RA__LANE_BLOCK * (int64_t)c->lanes);

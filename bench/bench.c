@@ -543,7 +543,9 @@ typedef struct cache_load {
     ra_status status;
 } cache_load;
 
-static void cache_make(const row *r, const data *x, const ra_cache_desc *cd, cache_load *l) {
+/* copying: ranks do not read each other's memory, as over a network. */
+static void cache_make_over(const row *r, const data *x, const ra_cache_desc *cd, int copying,
+                            cache_load *l) {
     ra_world_desc wd = { 0 };
     memset(l, 0, sizeof *l);
     wd.ranks = l->ranks = r->ranks;
@@ -555,8 +557,10 @@ static void cache_make(const row *r, const data *x, const ra_cache_desc *cd, cac
     }
     l->status = ra_world_create(&l->world, &wd);
     for (int i = 0; i < r->ranks && l->status == RA_OK; i++) {
+        ra_transport net = *ra_world_transport(l->world, i);
         ra_desc d = desc_make(r);
         int64_t held;
+        if (copying) net.caps &= ~(uint32_t)RA_CAP_SHARED;
         d.q_offset = 0;
         d.layout.kind = 0;
         d.ranks = r->ranks;
@@ -564,7 +568,7 @@ static void cache_make(const row *r, const data *x, const ra_cache_desc *cd, cac
         d.threads = r->threads / r->ranks;
         d.sequences = r->sequences;
         d.error = &l->error;
-        l->status = ra_cache_create(&l->cache[i], &d, ra_world_transport(l->world, i), cd);
+        l->status = ra_cache_create(&l->cache[i], &d, &net, cd);
         if (l->status != RA_OK) return;
         held = ra_cache_rows(l->cache[i]) * r->kv_heads * r->sequences;
         l->t[i].q.data = x->q;
@@ -572,6 +576,10 @@ static void cache_make(const row *r, const data *x, const ra_cache_desc *cd, cac
         l->t[i].v.data = map_random(held * r->v_dim, r->dtype, 20 + (uint32_t)i);
         l->t[i].o.data = map((size_t)(r->sequences * r->tokens * r->q_heads * r->v_dim * 4));
     }
+}
+
+static void cache_make(const row *r, const data *x, const ra_cache_desc *cd, cache_load *l) {
+    cache_make_over(r, x, cd, 0, l);
 }
 
 static void cache_free(cache_load *l) {
@@ -1354,8 +1362,9 @@ static void print_plans(void) {
 
 /* ---------------------------------------------------------------------------- ways
  * What a call over a sharded cache does by itself, and what each way takes, over a grid of new and
- * cached tokens. The ways are timed in turn, and the shortest time of each counts: other programs
- * lengthen a call of several ranks more than any other. */
+ * cached tokens, where ranks share memory and where messages are copied. The ways are timed in
+ * turn, and the shortest time of each counts: other programs lengthen a call of several ranks more
+ * than any other. */
 enum { WAY_NEW = 1024, WAY_CACHED = 32768 };
 
 static double way_seconds(cache_load *l, int64_t fresh, int64_t cached) {
@@ -1365,7 +1374,7 @@ static double way_seconds(cache_load *l, int64_t fresh, int64_t cached) {
 }
 
 /* Returns the time of the rule's choice over that of the better way. */
-static double print_way(cache_load way[3], int64_t fresh, int64_t cached) {
+static double print_way(cache_load way[3], const char *net, int64_t fresh, int64_t cached) {
     ra_infer_report report = { 0 };
     double best[2] = { 1e9, 1e9 }, spent = 0, ratio;
     int rule;
@@ -1378,39 +1387,48 @@ static double print_way(cache_load way[3], int64_t fresh, int64_t cached) {
             spent += t;
         }
     ratio = best[rule] / (best[0] < best[1] ? best[0] : best[1]);
-    printf("ways ranks %d new %5lld cached %6lld: takes %-7s  queries %9.1f us, keys %9.1f us, "
-           "%.2f x the best\n", (int)way[0].ranks, (long long)fresh, (long long)cached,
-           rule ? "keys" : "queries", best[0] * 1e6, best[1] * 1e6, ratio);
+    printf("ways %-7s ranks %d new %4lld cached %5lld: takes %-7s  queries %8.1f us, "
+           "keys %8.1f us, %.2f x the best\n", net, (int)way[0].ranks, (long long)fresh,
+           (long long)cached, rule ? "keys" : "queries", best[0] * 1e6, best[1] * 1e6, ratio);
     fflush(stdout);
     return ratio;
 }
 
-static void print_ways(void) {
-    static const int64_t fresh[] = { 1, 16, 64, 256, WAY_NEW };
+static void print_ways_over(int copying, int32_t ranks) {
+    static const int64_t fresh[] = { 1, 4, 16, 64, 256, WAY_NEW };
     static const int64_t cached[] = { 0, 256, 2048, WAY_CACHED };
-    for (int32_t ranks = 2; ranks <= MAX_THREADS; ranks *= 2) {
-        static cache_load way[3];
-        row r = row_make(PREFILL, best_f32(), RA_F32, RA_MASK_CAUSAL, 64, WAY_NEW);
-        ra_cache_desc cd = { 0 };
-        data x;
-        double most = 0;
-        r.kv_heads = 2;
-        r.kv_tokens = WAY_NEW + WAY_CACHED;
-        r.threads = r.ranks = ranks;
-        x = data_make(&r);
-        for (int k = 0; k < 3; k++) {
-            cd.travel = k == 0 ? RA_INFER_PASS_Q : k == 1 ? RA_INFER_PASS_KV : RA_INFER_AUTO;
-            cache_make(&r, &x, &cd, &way[k]);
-            if (way[k].status != RA_OK) failed_rows++;
-        }
-        for (int i = 0; i < 20 && !failed_rows; i++) {
-            const double ratio = print_way(way, fresh[i / 4], cached[i % 4]);
-            most = ratio > most ? ratio : most;
-        }
-        printf("ways ranks %d: at most %.2f x the best\n", (int)ranks, most);
-        for (int k = 0; k < 3; k++) cache_free(&way[k]);
-        unmap_all();
+    static cache_load way[3];
+    const char *net = copying ? "copying" : "shared";
+    row r = row_make(PREFILL, best_f32(), RA_F32, RA_MASK_CAUSAL, 64, WAY_NEW);
+    ra_cache_desc cd = { 0 };
+    data x;
+    double most = 0;
+    r.kv_heads = 2;
+    r.kv_tokens = WAY_NEW + WAY_CACHED;
+    r.threads = r.ranks = ranks;
+    x = data_make(&r);
+    for (int k = 0; k < 3; k++) {
+        cd.travel = k == 0 ? RA_INFER_PASS_Q : k == 1 ? RA_INFER_PASS_KV : RA_INFER_AUTO;
+        cache_make_over(&r, &x, &cd, copying, &way[k]);
+        if (way[k].status != RA_OK) failed_rows++;
     }
+    for (int i = 0; i < 24 && !failed_rows; i++) {
+        const double ratio = print_way(way, net, fresh[i / 4], cached[i % 4]);
+        most = ratio > most ? ratio : most;
+    }
+    printf("ways %s ranks %d: at most %.2f x the best\n", net, (int)ranks, most);
+    for (int k = 0; k < 3; k++) cache_free(&way[k]);
+    unmap_all();
+}
+
+/* words: "ways", and the net and the number of ranks if only these are wanted. */
+static void print_ways(const char *words) {
+    const char *name[] = { "shared", "copying" };
+    const int64_t only = strtoll(words + strcspn(words, "0123456789"), NULL, 10);
+    for (int copying = 0; copying < 2; copying++)
+        for (int32_t ranks = 2; ranks <= MAX_THREADS; ranks *= 2)
+            if ((!only || only == ranks) && !strstr(words, name[!copying]))
+                print_ways_over(copying, ranks);
 }
 
 /* ---------------------------------------------------------------------------- forms
@@ -1677,7 +1695,7 @@ static void print_kinds(void) {
     printf("rows:\n");
     for (int i = 0; i < KINDS; i++) printf("  %-10s %s\n", kinds[i].name, kinds[i].what);
     printf("  %-10s %s\n", "plan", "seconds that plans take");
-    printf("  %-10s %s\n", "ways", "passing queries or keys, over a cache of 2 and 4 ranks");
+    printf("  %-10s %s\n", "ways", "passing queries or keys over a cache; \"ways shared 2\"");
     printf("  %-10s %s\n", "forms", "what bits that depend on nothing but the row cost");
     printf("  %-10s %s\n", "checksum", "CRC-32C, and what it costs a pass");
     printf("  %-10s %s\n", "batch", "one token of each of 16 short sequences, on ranks");
@@ -1739,7 +1757,7 @@ int main(int argc, char **argv) {
         }
     }
     plans = !words[0] || strcmp(words + strspn(words, " "), "plan") == 0;
-    ways = !words[0] || strcmp(words + strspn(words, " "), "ways") == 0;
+    ways = !words[0] || strncmp(words + strspn(words, " "), "ways", 4) == 0;
     forms = !words[0] || strcmp(words + strspn(words, " "), "forms") == 0;
     checksums = !words[0] || strcmp(words + strspn(words, " "), "checksum") == 0;
     first = strncmp(words + strspn(words, " "), "first", 5) == 0;
@@ -1769,7 +1787,7 @@ int main(int argc, char **argv) {
            row_count || plans || ways || forms || checksums || first || batches
                ? "" : ": nothing matches, try ONLY=help");
     if (plans) print_plans();
-    if (ways) print_ways();
+    if (ways) print_ways(words);
     if (forms) print_forms();
     if (checksums) print_checksums();
     if (batches) print_batches();

@@ -919,6 +919,58 @@ TEST(lanes_and_weights) {
     }
 }
 
+/* Rows of K that each rank has room for, of `tokens` positions; their sum. */
+static int64_t room_of(const int32_t *weights, int32_t ranks, int32_t lanes, int64_t *rows) {
+    ra_desc d = ra_desc_make(2, 1, 32, RA_F32, RA_MASK_CAUSAL);
+    ra_cache_desc cd = { 0 };
+    ra_world_desc wd = { 0 };
+    ra_world *world = NULL;
+    int64_t sum = 0;
+    wd.ranks = d.ranks = ranks;
+    d.tokens = 1;
+    d.kv_tokens = 1 << 16;
+    d.layout.weights = weights;
+    cd.lanes = lanes;
+    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+    for (d.rank = 0; world && d.rank < ranks; d.rank++) {
+        ra_cache *c = NULL;
+        CHECK_EQ(ra_cache_create(&c, &d, ra_world_transport(world, d.rank), &cd), RA_OK);
+        rows[d.rank] = 0;
+        for (int64_t p = 0; p < d.kv_tokens; p += 16)
+            if (ra_cache_owner(c, p) == d.rank) rows[d.rank] += 16;
+        sum += rows[d.rank];
+        CHECK_EQ(ra_cache_destroy(c), RA_OK);
+    }
+    ra_world_destroy(world);
+    return sum;
+}
+
+/* Without a number of lanes shards have the sizes that weights ask for. */
+TEST(weights_choose_lanes) {
+    static const int32_t nine[] = { 9, 1 }, equal[] = { 7, 7, 7 }, none[] = { 1, 0 };
+    int64_t rows[8];
+    CHECK_EQ(room_of(nine, 2, 0, rows), 1 << 16);
+    CHECK(rows[1] > 6226 && rows[1] < 6881);
+    CHECK_EQ(room_of(nine, 2, 2, rows), 1 << 16);          /* as they were asked for */
+    CHECK_EQ(rows[1], 1 << 15);
+    CHECK_EQ(room_of(equal, 3, 0, rows), 1 << 16);         /* as many lanes as ranks */
+    CHECK_EQ(rows[0], 21856);
+    CHECK_EQ(room_of(none, 2, 0, rows), 1 << 16);
+    CHECK(rows[1] >= 16 && rows[1] * 20 <= 1 << 16);
+    for (int64_t i = 0; i < 40; i++) {
+        h_rng r = h_case_rng(i);
+        const int32_t ranks = 2 + h_below(&r, 3);
+        int32_t weights[8], sum = 0;
+        if (!h_case(i)) continue;
+        for (int p = 0; p < ranks; p++) sum += weights[p] = 4 + h_below(&r, 12);
+        CHECK_EQ(room_of(weights, ranks, 0, rows), 1 << 16);
+        for (int p = 0; p < ranks; p++) {
+            const double due = 65536.0 * weights[p] / sum;
+            CHECK(rows[p] > 0.93 * due && rows[p] < 1.07 * due);
+        }
+    }
+}
+
 /* RA_FORM_SAME: the bits of a row are those of the row alone, however the tokens were cut into
  * calls, and in any batch. */
 TEST(drafts_are_exact) {
@@ -1664,7 +1716,7 @@ static const h_test tests[] = {
     ENTRY(ranks_and_ways), ENTRY(pages), ENTRY(ring_buffers), ENTRY(attention_pages),
     ENTRY(shared_prefixes), ENTRY(shared_prefixes_are_one_portion),
     ENTRY(threads_share_heads), ENTRY(long_caches), ENTRY(lanes_and_weights),
-    ENTRY(drafts_are_exact),
+    ENTRY(weights_choose_lanes), ENTRY(drafts_are_exact),
     ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(ways_by_cost), ENTRY(merges_by_bytes),
     ENTRY(refusals),
     ENTRY(longest_messages), ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(failures),
