@@ -22,6 +22,7 @@
 #include "transports/ra_mpi.h"
 #endif
 
+#include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -45,6 +46,8 @@ static const char usage[] =
     "  --at H:P,H:P,...  with --rank R: this process is rank R, and they meet over TCP\n"
     "Compiled with -DRING_INFER_MPI it runs under mpirun, one rank per process.\n";
 
+enum { AT_BYTES = 4096 };               /* of the list of --at, with its end */
+
 typedef struct program {
     const char *path, *prompt, *file, *tokens, *logits, *at;
     int ids, shm, mpi;
@@ -62,25 +65,35 @@ static int refuse(const char *what, const char *why) {
 }
 
 /* -------------------------------------------------------------------------- command line */
-static int whole_number(const char *name, const char *s, int64_t most, int64_t *out) {
-    char *end = NULL;
-    const long long x = s ? strtoll(s, &end, 10) : 0;
-    if (!s || end == s || *end || x < 0 || x > most) return refuse(name, "no number, or too large");
+/* The range of a number that an option takes. */
+typedef struct range { int64_t least, most; } range;
+
+static int whole_number(const char *name, const char *s, range in, int64_t *out) {
+    char *end = NULL, why[96];
+    long long x = 0;
+    errno = 0;
+    if (s) x = strtoll(s, &end, 10);
+    snprintf(why, sizeof why, "'%.20s' is no whole number from %lld to %lld", s ? s : "",
+             (long long)in.least, (long long)in.most);
+    if (!s || end == s || *end || errno || x < in.least || x > in.most) return refuse(name, why);
     *out = x;
     return 1;
 }
 
-static int small_number(const char *name, const char *s, int64_t most, int32_t *out) {
+static int small_number(const char *name, const char *s, int32_t least, int32_t most,
+                        int32_t *out) {
+    const range in = { least, most };
     int64_t x = 0;
-    if (!whole_number(name, s, most, &x)) return 0;
+    if (!whole_number(name, s, in, &x)) return 0;
     *out = (int32_t)x;
     return 1;
 }
 
-static int fraction(const char *name, const char *s, float *out) {
-    char *end = NULL;
+static int fraction(const char *name, const char *s, double most, float *out) {
+    char *end = NULL, why[96];
     *out = s ? strtof(s, &end) : 0;
-    if (!s || end == s || *end || !(*out >= 0 && *out <= 1e6f)) return refuse(name, "no number");
+    snprintf(why, sizeof why, "'%.20s' is no number from 0 to %g", s ? s : "", most);
+    if (!s || end == s || *end || !(*out >= 0 && (double)*out <= most)) return refuse(name, why);
     return 1;
 }
 
@@ -96,6 +109,7 @@ static int cache_type(const char *s, int32_t *out) {
 
 /* An option and its value. */
 static int option(program *p, const char *name, const char *s) {
+    static const range tokens = { 0, INT32_MAX }, chunk = { 0, 1 << 20 }, any = { 0, INT64_MAX };
     infer_options *o = &p->o;
     int64_t seed = 0;
     const struct { const char *name, **to; } texts[] = {
@@ -106,21 +120,40 @@ static int option(program *p, const char *name, const char *s) {
         *texts[i].to = s;
         return s ? 1 : refuse(name, "needs a value");
     }
+    if (p->mpi && !strncmp(name, "--rank", 6)) return refuse(name, "mpirun says that");
     if (!strcmp(name, "--cache")) return cache_type(s, &o->cache_dtype);
-    if (!strcmp(name, "--predict")) return whole_number(name, s, INT32_MAX, &o->predict);
-    if (!strcmp(name, "--context")) return whole_number(name, s, INT32_MAX, &o->context);
-    if (!strcmp(name, "--chunk")) return whole_number(name, s, 1 << 20, &o->chunk);
-    if (!strcmp(name, "--ranks")) return small_number(name, s, INFER_RANKS, &o->ranks);
-    if (!strcmp(name, "--rank")) return small_number(name, s, INFER_RANKS - 1, &p->rank);
-    if (!strcmp(name, "--threads")) return small_number(name, s, 1024, &o->threads);
-    if (!strcmp(name, "--speculate")) return small_number(name, s, 1 << 20, &o->speculate);
-    if (!strcmp(name, "--top-k")) return small_number(name, s, INT32_MAX, &o->top_k);
-    if (!strcmp(name, "--temp")) return fraction(name, s, &o->temperature);
-    if (!strcmp(name, "--top-p")) return fraction(name, s, &o->top_p);
+    if (!strcmp(name, "--predict")) return whole_number(name, s, tokens, &o->predict);
+    if (!strcmp(name, "--context")) return whole_number(name, s, tokens, &o->context);
+    if (!strcmp(name, "--chunk")) return whole_number(name, s, chunk, &o->chunk);
+    if (!strcmp(name, "--ranks")) return small_number(name, s, 1, INFER_RANKS, &o->ranks);
+    if (!strcmp(name, "--rank")) return small_number(name, s, 0, INFER_RANKS - 1, &p->rank);
+    if (!strcmp(name, "--threads")) return small_number(name, s, 1, 1024, &o->threads);
+    if (!strcmp(name, "--speculate")) return small_number(name, s, 0, 1 << 20, &o->speculate);
+    if (!strcmp(name, "--top-k")) return small_number(name, s, 0, INT32_MAX, &o->top_k);
+    if (!strcmp(name, "--temp")) return fraction(name, s, 1e6, &o->temperature);
+    if (!strcmp(name, "--top-p")) return fraction(name, s, 1, &o->top_p);
     if (strcmp(name, "--seed")) return refuse(name, "no such option");
-    if (!whole_number(name, s, INT64_MAX, &seed)) return 0;
+    if (!whole_number(name, s, any, &seed)) return 0;
     o->seed = (uint64_t)seed;
     return 1;
+}
+
+/* --at lists as many addresses as there are ranks, and --rank is one of them. */
+static int ranks_agree(const program *p) {
+    int64_t listed = 0;
+    char why[96];
+    if (p->mpi) return 1;
+    if (!p->at != (p->rank < 0)) return refuse(p->path, "--at and --rank go together");
+    if (!p->at) return 1;
+    if (p->o.ranks) return refuse("--ranks", "the list of --at says how many there are");
+    if (strlen(p->at) >= AT_BYTES) return refuse("--at", "the list is too long");
+    for (const char *s = p->at; *s; s++) listed += *s != ',' && (s == p->at || s[-1] == ',');
+    snprintf(why, sizeof why, "it lists %lld; 2 to %d addresses are possible",
+             (long long)listed, INFER_RANKS);
+    if (listed < 2 || listed > INFER_RANKS) return refuse("--at", why);
+    snprintf(why, sizeof why, "%ld is not in 0..%lld, the ranks that --at lists", (long)p->rank,
+             (long long)listed - 1);
+    return p->rank < listed ? 1 : refuse("--rank", why);
 }
 
 static int arguments(program *p, int argc, char **argv) {
@@ -137,8 +170,8 @@ static int arguments(program *p, int argc, char **argv) {
     }
     if (!p->prompt + !p->file + !p->tokens != 2)
         return refuse(p->path, "give one of --prompt, --file and --tokens");
-    if (!p->mpi && !p->at != (p->rank < 0)) return refuse(p->path, "--at and --rank go together");
     if (!!p->at + p->shm + p->mpi > 1) return refuse(p->path, "--at, --shm or mpirun, one of them");
+    if (!ranks_agree(p)) return 0;
     if ((p->at || p->shm || p->mpi) && p->logits)
         return refuse("--logits", "no process has those of all positions");
     p->o.all_logits = p->logits != NULL;
@@ -218,7 +251,7 @@ static int no_transport(infer_result *r, const ra_error *why) {
 /* Runs this process as one of the ranks that --at lists. */
 static int run_over_tcp(program *p, infer_result *r) {
     const char *at[INFER_RANKS];
-    char list[4096];
+    char list[AT_BYTES];
     ra_tcp_desc d;
     ra_tcp *tcp = NULL;
     ra_error why;

@@ -95,6 +95,24 @@ def check_processes(program, folder, over_mpi):
             check(got == expected, f"{command}: other tokens follow")
 
 
+def check_refusals(program):
+    """Values out of range: a sentence that names the limits. No file is opened before."""
+    start = [program, "none.gguf", "--tokens", "1"]
+    for options, says in ((["--ranks", "65"], "no whole number from 1 to 64"),
+                          (["--ranks", "0"], "no whole number from 1 to 64"),
+                          (["--threads", "x"], "no whole number from 1 to 1024"),
+                          (["--seed", "99999999999999999999"], "no whole number from 0 to 92233"),
+                          (["--top-p", "2"], "'2' is no number from 0 to 1"),
+                          (["--at", "x", "--rank", "0"], "lists 1; 2 to 64 addresses"),
+                          (["--at", "x:1,,y:1", "--rank", "2"], "2 is not in 0..1"),
+                          (["--at", "x:1,y:1", "--rank", "0", "--ranks", "2"], "--at says how many"),
+                          (["--rank", "0"], "--at and --rank go together")):
+        done = subprocess.run(start + options, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              timeout=60)
+        check(done.returncode == 1 and says.encode() in done.stderr,
+              f"{' '.join(options)}: {done.stderr.decode(errors='replace')}")
+
+
 def check_vocabulary(program, name, path, encode):
     texts = make_vocabularies.texts()
     stdin = b"".join(b"%d\n" % len(t.encode()) + t.encode() for t in texts)
@@ -117,6 +135,7 @@ def main():
     for name in make_models.MODELS:
         check_model(ring_infer, name, folder)
     check_processes(ring_infer, folder, sys.argv[4:])
+    check_refusals(ring_infer)
     print(f"{counts['passed']} passed, {counts['failed']} failed")
     return counts["failed"] > 0
 
