@@ -83,6 +83,7 @@ typedef struct row {
     int64_t tokens, kv_tokens;         /* of all ranks together */
     int32_t threads, ranks;            /* threads of all ranks together */
     int32_t sequences;                 /* of a cache; each has the tokens above */
+    int32_t apart;                     /* 1: the keys of a head are adjacent, [head][token][dim] */
 } row;
 
 typedef struct result {
@@ -375,9 +376,10 @@ static void scores_make(const row *r, ra_desc *d, ra_tensors *t) {
 /* Head after head, as in many caches. */
 static void head_major(const row *r, ra_tensors *t) {
     const int64_t k = row_bytes(r->dtype, r->dim), v = row_bytes(r->dtype, r->v_dim);
-    t->q.token_stride = t->k.token_stride = k;
+    t->q.token_stride = row_bytes(q_dtype(r), r->dim);
+    t->k.token_stride = k;
     t->v.token_stride = v;
-    t->q.head_stride = k * r->tokens;
+    t->q.head_stride = t->q.token_stride * r->tokens;
     t->k.head_stride = k * r->kv_tokens;
     t->v.head_stride = v * r->kv_tokens;
 }
@@ -393,7 +395,7 @@ static void load_make(const row *r, const data *x, load *l) {
     l->t.v.data = x->v;
     l->t.o.data = x->o;
     if (v_in_k(r)) l->t.v.token_stride = row_bytes(r->dtype, r->dim);
-    if (r->kind == STRIDES) head_major(r, &l->t);
+    if (r->apart) head_major(r, &l->t);
     more_mask(r, &l->d.mask);
     scores_make(r, &l->d, &l->t);
     l->status = ra_plan_create(&plan, &l->d, NULL);
@@ -756,6 +758,7 @@ static row plain_of(const row *r) {
     row base = *r;
     base.kind = r->kind > DECODE && r->kind <= DECODE_SOFTCAP ? DECODE : FORWARD;
     base.mask_more = MASK_PLAIN;
+    base.apart = 0;
     if (r->kind == TAILS) base.tokens = base.kv_tokens = (r->tokens + 63) / 64 * 64;
     return base;
 }
@@ -867,7 +870,7 @@ static const struct kind {
     { "tails", "a length that fills no block, next to whole blocks", make_attention, 1.0, 0 },
     { "strides", "one head after another, next to packed tokens", make_attention, 1.0, 0 },
     { "dims", "head dimensions other than 64 and 128", make_attention, 0.8, 0 },
-    { "decode", "one query over a long cache", make_decode, 0.6, 1 },
+    { "decode", "one query over a long cache; \"apart\": [head][token][dim]", make_decode, 0.6, 1 },
     { "decode_mask", "the same with a mask tensor of zeros, next to none", make_decode, 0.6, 1 },
     { "decode_bias", "with a bias of all heads, next to none", make_decode, 0.6, 1 },
     { "decode_alibi", "with ALiBi, next to none", make_decode, 0.6, 1 },
@@ -1019,6 +1022,7 @@ static void add_variants(int32_t isa, int32_t dtype) {
         row r = row_make(kind, isa, dtype, kind == ALIBI ? RA_MASK_CAUSAL : RA_MASK_NONE, 128,
                          kind == TAILS ? 2048 - 23 : 2048);
         r.versus = VERSUS_PLAIN;
+        r.apart = kind == STRIDES;
         add(r);
     }
 }
@@ -1048,6 +1052,8 @@ static void add_decode(void) {
             row r = cache_row(DECODE, dtype >= RA_BF16 ? ra_isa_best() : best_f32(), dtype, 1);
             r.threads = threads;
             add(r);
+            r.apart = 1;
+            add(r);
         }
         for (int32_t kind = DECODE_MASK; kind <= DECODE_SOFTCAP; kind++) {
             row r = cache_row(kind, dtype >= RA_BF16 ? ra_isa_best() : best_f32(), dtype, 1);
@@ -1073,11 +1079,11 @@ static void add_small_and_loop(int32_t best) {
     add(r);
     r.kind = SIMPLE;
     add(r);
-    for (int i = 0; i < 48; i++) {     /* a query row per KV head over a short cache */
+    for (int i = 0; i < 72; i++) {     /* a query row per KV head over a short cache */
         static const int64_t keys[6] = { 16, 32, 64, 128, 256, 1024 };
-        static const int32_t heads[4] = { 8, 12, 32, 32 }, dim[4] = { 64, 64, 64, 128 };
-        r = row_make(i < 24 ? SMALL : OFF, best, RA_F32, RA_MASK_CAUSAL, dim[i / 6 % 4], 1);
-        r.q_heads = r.kv_heads = heads[i / 6 % 4];
+        static const int32_t heads[3] = { 8, 12, 32 };
+        r = row_make(i < 36 ? SMALL : OFF, best, RA_F32, RA_MASK_CAUSAL, i / 18 % 2 ? 128 : 64, 1);
+        r.q_heads = r.kv_heads = heads[i / 6 % 3];
         r.kv_tokens = keys[i % 6];
         r.versus = VERSUS_LOOP;
         add(r);
@@ -1143,10 +1149,10 @@ static const char *mask_text(const row *r) {
 /* 1 if the description of r has all words, which spaces or commas separate. */
 static int wanted(const row *r, const char *words) {
     char text[256], word[64];
-    snprintf(text, sizeof text, " %s %s %s %s D%d Tq%lld Tk%lld Hq%d threads%d ranks%d ",
+    snprintf(text, sizeof text, " %s %s %s %s D%d Tq%lld Tk%lld Hq%d threads%d ranks%d %s",
              name_of(r), ra_isa_name(r->isa), dtype_text(r->dtype), mask_text(r), (int)r->dim,
              (long long)r->tokens, (long long)r->kv_tokens, (int)r->q_heads, (int)r->threads,
-             (int)r->ranks);
+             (int)r->ranks, r->apart ? "apart " : "");
     while (*words) {
         const size_t n = strcspn(words, " ,");
         if (n + 3 > sizeof word) return 0;
@@ -1267,8 +1273,8 @@ static void print_header(void) {
 
 static void print_row(const row *r, const result *x) {
     char label[64], heads[24], time[24], dims[24];
-    snprintf(label, sizeof label, "%s %s %s %s", name_of(r), ra_isa_name(r->isa),
-             dtype_text(r->dtype), mask_text(r));
+    snprintf(label, sizeof label, "%s %s %s %s%s", name_of(r), ra_isa_name(r->isa),
+             dtype_text(r->dtype), mask_text(r), r->apart ? " apart" : "");
     if (r->kind >= RING) {
         snprintf(label, sizeof label, "%s %s %s %s ranks %d", name_of(r), ra_isa_name(r->isa),
                  dtype_text(r->dtype), mask_text(r), (int)r->ranks);
@@ -1715,8 +1721,8 @@ static int write_json(const char *path) {
                 " \"mask\": \"%s\",", first ? "" : ",", name_of(r), ra_isa_name(r->isa),
                 dtype_text(r->dtype), mask_text(r));
         fprintf(f, " \"Dk\": %d, \"Dv\": %d, \"Tq\": %lld, \"Tk\": %lld, \"Hq\": %d,"
-                " \"Hkv\": %d,", (int)r->dim, (int)r->v_dim, (long long)r->tokens,
-                (long long)r->kv_tokens, (int)r->q_heads, (int)r->kv_heads);
+                " \"Hkv\": %d, \"apart\": %d,", (int)r->dim, (int)r->v_dim, (long long)r->tokens,
+                (long long)r->kv_tokens, (int)r->q_heads, (int)r->kv_heads, (int)r->apart);
         fprintf(f, " \"threads\": %d, \"ranks\": %d, \"median_s\": %.9g, \"spread\": %.4f,",
                 (int)r->threads, (int)r->ranks, x->median_s, x->spread);
         fprintf(f, " \"rate\": %.6g, \"unit\": \"%s\", \"peak\": %.6g, \"fraction\": %.4f}",
