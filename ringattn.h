@@ -156,6 +156,7 @@
  *   panel     inside: the rows of a task that one call of a kernel holds in registers and cache
  *   segment   inside: a piece of a run
  *   item      inside: some keys and where they are stored
+ *   handful   inside: the tokens that decoding takes at once, at most 16 rows per KV head
  *   stretch   inside: keys that decoding reads for all heads of a task before the next ones
  *   series    inside: chunks that a task folds before it stores its sums
  *   portion   inside: of a stage of a CACHE call, what one thread at a time works on
@@ -164,7 +165,8 @@
  *
  * How a call runs
  *   ra_attention   checks the descriptor and tensors (ra__local_check), then runs one of two forms:
- *                  ra__decode_run (DECODE) for few (token, head) pairs per KV head, otherwise
+ *                  ra__decode_run (DECODE) for few (token, head) pairs per KV head, with
+ *                  RA_FORM_SAME for any number of them, otherwise
  *                  ra__local_run (LOCAL), which gives each thread its tasks. A task loads query
  *                  rows (ra__task_data), folds one block of keys after another with the kernels of
  *                  the instruction set (ra__task_some, FORWARD; KERNEL), divides and writes o.
@@ -408,6 +410,11 @@ enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4 };  /* flags */
  * ASCENDING: from the first to the last (zigzag: by mirrored pairs {k, n - 1 - k} of n blocks).
  * ROUNDS: see ra_desc.order. */
 enum { RA_ORDER_DESCENDING = 1, RA_ORDER_ASCENDING = 2, RA_ORDER_ROUNDS = 3 };
+/* AUTO: at most 16 new (token, head) pairs per KV head take the decoding form, more the prefill
+ * form; the two differ in the last bits. SAME: always the decoding form (if Hq / Hkv <= 16), so the
+ * bits of a row depend on nothing but the row: tokens of a draft that are verified together are
+ * those of plain decoding, however the prompt was cut. Prefill in bf16 takes twice as long. */
+enum { RA_FORM_AUTO, RA_FORM_SAME };
 /* What travels in a backward pass: K, V and their gradients, or Q, dO, LSE, delta and dQ. */
 enum { RA_TRAVEL_AUTO, RA_TRAVEL_KV, RA_TRAVEL_Q };
 /* How a gradient returns to its owner: in one message from the last rank that used the chunk, or on
@@ -576,6 +583,7 @@ typedef struct ra_desc {
     float scale;                       /* factor of the scores, > 0; 0: 1/sqrt(Dk) */
     float softcap;                     /* > 0: a scaled score s becomes softcap * tanh(s / softcap);
                                         * 0: off. ALiBi and bias are added after that */
+    int32_t form;                      /* RA_FORM_*; not for plans, ra_fold and gradients */
     /* Ranks */
     int32_t ranks, rank;               /* ranks: up to 4096; 0: 1. rank is local */
     ra_layout layout;
@@ -629,8 +637,8 @@ typedef struct ra_desc {
  * q_offset, and whatever differs. It checks nothing; the call that takes it does. */
 RINGATTN_API ra_desc ra_desc_make(int32_t q_heads, int32_t kv_heads, int32_t dim, int32_t dtype,
                                   int32_t mask);
-/* Fills in the defaults, or refuses d as ra_plan_create would (which also refuses page_tokens). out
- * may be d. (kv_tokens stays 0 if it follows from tokens_of.) */
+/* Fills in the defaults, or refuses d as ra_plan_create would (which also refuses page_tokens and
+ * form). out may be d. (kv_tokens stays 0 if it follows from tokens_of.) */
 RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
 
 /* -------------------------------------------------------------------------- tensors. Local.
@@ -761,7 +769,7 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
  * see *d->error. Allocate once, for the largest call: the bytes suffice for every call with the
  * same heads, dims, dtypes, scores, mask, layout and dropout that has at most as many threads,
  * sequences, tokens and kv_tokens, at any q_offset. They are 300 KiB (D 64) to some MiB per thread,
- * even for one token. */
+ * even for one token, and serve either form. */
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
 
 /* Writes t->o and t->lse: attention on one rank, of tokens query rows at t->q_pos over kv_tokens
@@ -775,7 +783,7 @@ RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
  * that a ring of the same layout gives the same bits. Exception: calls with tokens * Hq / Hkv <= 16
  * and no dropout take the decoding form, which adds up in another order and is fastest if all heads
  * of a token, or all tokens of a head, are contiguous. In both forms a row's bits depend on no
- * other row of the call.
+ * other row of the call; d.form = RA_FORM_SAME gives them for any number of tokens, as for a draft.
  *
  * workspace: ra_attention_bytes(d, nth) bytes at any address, which need not be cleared. It serves
  * one call at a time: all nth threads must have returned before any of them begins the next. If
@@ -1131,18 +1139,12 @@ enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
  * rows and sends the sums on. AUTO: the fewest bytes for which there is memory. With RA_CAP_SHARED
  * PASS_KV moves nothing, and AUTO takes it if a prompt has work for all ranks (same d->isa). */
 enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV, RA_INFER_MERGE };
-/* AUTO: at most 16 new (token, head) pairs per KV head take the decoding form, more the prefill
- * form; the two differ in the last bits. SAME: always the decoding form (if Hq / Hkv <= 16), so the
- * bits of a row depend on nothing but the row: tokens of a draft that are verified together are
- * those of plain decoding, however the prompt was cut. Prefill in bf16 takes twice as long. */
-enum { RA_FORM_AUTO, RA_FORM_SAME };
-typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the first five */
+typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the first four */
     int64_t new_tokens;                /* most new tokens of a call; 0: sequences * tokens */
     int32_t lanes;                     /* ranks..1024. Worlds get equal bits if their lanes are
                                         * equal, such as 8 or 64. 0: by ranks and layout.weights */
     int32_t queries;                   /* RA_QUERIES_* */
     int32_t travel;                    /* RA_INFER_*; PASS_Q needs no buffers for keys */
-    int32_t form;                      /* RA_FORM_* */
     void   *workspace;                 /* as in ra_ring_desc */
     size_t  workspace_bytes;           /* see ra_cache_workspace */
     ra_allocator allocator;
@@ -10093,6 +10095,7 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     ra__number(&x, "q_offset", d->q_offset, 0, RA_MAX_POSITION);
     ra__number(&x, "chunk_tokens", d->chunk_tokens, 0, 1 << 24);
     ra__number(&x, "buffers", d->buffers, 0, 64);
+    ra__constant(&x, "form", d->form, 0, RA_FORM_SAME);
     ra__constant(&x, "order", d->order, 0, RA_ORDER_ROUNDS);
     ra__number(&x, "threads", d->threads, 0, 4096);
     ra__number(&x, "page_tokens", d->page_tokens, 0, 1 << 24);
@@ -10192,6 +10195,7 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
                   "# is not a multiple of 16", d->page_tokens);
     ra__refuse_if(&x, d->page_tokens && d->train, RA_E_UNSUPPORTED, "page_tokens",
                   "# has no gradients: train must be 0", d->page_tokens);
+    ra__refuse_if(&x, d->form && d->train, RA_E_SHAPE, "form", "# needs train = 0", d->form);
     ra__refuse_if(&x, !d->train && d->backward_travel, RA_E_SHAPE, "backward_travel",
                   "# needs train = 1", d->backward_travel);
     ra__refuse_if(&x, q_travels && !ra__q_may_travel(d), RA_E_UNSUPPORTED, "backward_travel",
@@ -10210,6 +10214,13 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
     ra__refuse_if(&x, d->v_in_k && d->v_dtype && d->v_dtype != d->k_dtype, RA_E_SHAPE, "v_dtype",
                   "# differs from k_dtype although v_in_k is 1", d->v_dtype);
     return x.status;
+}
+
+/* Of a call without a decoding form. */
+static ra_status ra__check_form(const ra_desc *d) {
+    if (!d->form) return RA_OK;
+    return ra__refuse(d->error, RA_E_UNSUPPORTED, "form",
+                      "# (RA_FORM_SAME) serves ra_attention and caches alone", d->form);
 }
 
 /* Fields of a mask that contradict each other; follows no pointer. */
@@ -12341,7 +12352,8 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, r
 }
 
 /* ========================================================================== DECODE
- * Few query rows: at most 16 (token, head) pairs read each kv head. A kernel takes up to four of
+ * Few query rows: a handful is the tokens of which at most 16 (token, head) pairs read each kv
+ * head. (With RA_FORM_SAME a call may have several.) A kernel takes up to four of
  * them at once, called a four, and computes dot products over Dk. Most of the time goes into
  * reading memory. So a task has several kv heads of a sequence, and reads a stretch of 16 tokens
  * for all of them before the next stretch: where the heads of a token are adjacent, memory is read
@@ -12377,6 +12389,7 @@ typedef struct ra__decode {
     ra__paged paged;                   /* of the sequence */
     int32_t heads;                     /* most of a task */
     int32_t sequence, head, count;     /* kv heads [head, head + count) */
+    int64_t first_row;                 /* of the handful: other rows are counted from it */
     int32_t part, parts;               /* of the blocks [first, last) that some row sees */
     int64_t first, last, blocks;       /* blocks: of all keys */
     int32_t pairs, fours, rows, keys;  /* fours: most of a sequence; keys: of a stretch */
@@ -12408,9 +12421,14 @@ RA__INLINE int ra__may_decode(const ra_desc *d) {
     return d->q_heads / d->kv_heads <= RA__DECODE_PAIRS && d->dropout <= 0.0f;
 }
 
+/* Rows of a handful. */
+RA__INLINE int64_t ra__handful(const ra_desc *d) {
+    return RA__DECODE_PAIRS / (d->q_heads / d->kv_heads);
+}
+
 /* 1 if this call does. */
 RA__INLINE int ra__decodes(const ra_desc *d) {
-    return d->tokens * (d->q_heads / d->kv_heads) <= RA__DECODE_PAIRS && ra__may_decode(d);
+    return ra__may_decode(d) && (d->form == RA_FORM_SAME || d->tokens <= ra__handful(d));
 }
 
 /* Keys are summed in parts that begin at fixed blocks, 16 parts of 16 blocks, then 16 of 32, and so
@@ -12432,11 +12450,11 @@ RA__INLINE int64_t ra__decode_limit(const ra_desc *d) {
     return ra__part_of(ra__max(blocks, 1) - 1) + 1;
 }
 
-/* 1 if threads may divide the parts of a sequence among them; otherwise each takes all parts of
- * some kv heads. Bits are the same. */
+/* 1 if threads may divide the parts of a sequence among them; otherwise, as with several
+ * handfuls, each takes all parts of some kv heads. Bits are the same. */
 RA__INLINE int ra__decode_shares(const ra_desc *d) {
     const int64_t limit = ra__decode_limit(d);
-    return limit > 1 && limit <= RA__DECODE_SLOTS / d->sequences;
+    return limit > 1 && limit <= RA__DECODE_SLOTS / d->sequences && d->tokens <= ra__handful(d);
 }
 
 /* Floats of m, l and acc of a four. */
@@ -12510,7 +12528,7 @@ static int32_t ra__decode_heads(const ra_desc *d, int nth) {
 
 /* Position of row i and what it sees. */
 static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
-    int64_t p = ra__query_position(c, x->sequence, i);
+    int64_t p = ra__query_position(c, x->sequence, x->first_row + i);
     int64_t end = ra__key_end(&c->d, x->sequence, c->w.any_position);
     ra__mask_row(&c->d.mask, p, end, &x->sees[i]);
     x->bounds[i] = ra__bounds_none();
@@ -12527,7 +12545,7 @@ static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t h
     for (int32_t r = 0; r < f->count; r++) {
         const int32_t row = x->row[pair + r];
         const int32_t q_head = (x->head + head) * x->group + x->member[pair + r];
-        f->score[r] = ra__score_of(&c->w, x->sequence, row, q_head);
+        f->score[r] = ra__score_of(&c->w, x->sequence, x->first_row + row, q_head);
         f->modified |= ra__score_is_modified(&f->score[r]);
         for (int32_t i = r; i < 16; i += RA__DECODE_ROWS) f->slope[i] = f->score[r].slope;
         f->pos[r] = x->at[row];
@@ -12545,7 +12563,8 @@ RA__INLINE void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head,
     f->count = one_row ? 1 : (int32_t)ra__min(x->pairs - pair, RA__DECODE_ROWS);
     f->one_row = one_row;
     f->o = NULL;
-    if (x->direct) f->o = ra__view_floats(ra__view_at(c->w.o, x->sequence, 0, x->head + head));
+    if (x->direct)
+        f->o = ra__view_floats(ra__view_at(c->w.o, x->sequence, x->first_row, x->head + head));
     if (!one_row && f->count < RA__DECODE_ROWS) memset(f->q, 0, (size_t)q_bytes);
     if (!one_row) memset(f->acc, 0, (size_t)acc_bytes);
     memset(f->m, 0, sizeof f->m);
@@ -12559,7 +12578,7 @@ RA__INLINE void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head,
     for (int32_t r = 0; r < f->count; r++) {
         const int32_t row = x->row[pair + r];
         const int32_t q_head = (x->head + head) * x->group + x->member[pair + r];
-        const ra__view q = ra__view_at(c->w.q, x->sequence, row, q_head);
+        const ra__view q = ra__view_at(c->w.q, x->sequence, x->first_row + row, q_head);
         c->w.kernel->decode_load(f, r, q.data, f->factor);
     }
 }
@@ -12587,9 +12606,10 @@ static void ra__decode_indirect(const ra__local *c, ra__decode *x) {
 static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t head, int32_t pair,
                              const ra__decode_rows *f) {
     const int32_t q_head = (x->head + head) * x->group + x->member[pair];
+    const int64_t row = x->first_row + x->row[pair];
     const float *sink = c->d.scores & RA_SCORE_SINKS ? c->w.t->sinks + q_head : NULL;
-    void *o = ra__view_out(ra__view_at(c->w.o, x->sequence, x->row[pair], q_head));
-    void *lse = ra__view_out(ra__view_at(c->w.lse, x->sequence, x->row[pair], q_head));
+    void *o = ra__view_out(ra__view_at(c->w.o, x->sequence, row, q_head));
+    void *lse = ra__view_out(ra__view_at(c->w.lse, x->sequence, row, q_head));
     int32_t r = pair % RA__DECODE_ROWS;
     const int plain = !sink && !lse && f->l[r] != 0.0f;    /* as ra__row_finish */
     float sum = 0.0f, factor = plain ? 1.0f / f->l[r] : 0.0f;
@@ -12627,7 +12647,7 @@ static uint64_t ra__decode_hide(const ra__local *c, ra__decode *x, int32_t n) {
     for (int32_t i = 0; i < x->rows; i++) {
         int hidden = x->seen[i] != 0;
         for (int32_t h = 0; h < heads && hidden; h++) {
-            const ra__score s = ra__score_of(&c->w, x->sequence, i, h);
+            const ra__score s = ra__score_of(&c->w, x->sequence, x->first_row + i, h);
             hidden = ra__bias_hides(&s, 1, x->pos, n);
         }
         if (hidden) x->seen[i] = 0;
@@ -12824,12 +12844,12 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     x->keys = keys;
 }
 
-/* Sets the rows of x->sequence, and the parts of the blocks of keys that they see. */
+/* Sets the rows of a handful of x->sequence, and the parts of the blocks of keys that they see. */
 static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     const int64_t tokens = ra__k_len(&c->d, x->sequence), limit = ra__decode_limit(&c->d);
     int64_t first, last;
     ra__seg s;
-    x->rows = (int32_t)ra__q_len(&c->d, x->sequence);
+    x->rows = (int32_t)ra__min(ra__q_len(&c->d, x->sequence) - x->first_row, ra__handful(&c->d));
     x->group = c->d.q_heads / c->d.kv_heads;
     x->pairs = x->rows * x->group;
     x->step = (int32_t)ra__ceil_div(x->pairs, RA__DECODE_ROWS);
@@ -12940,6 +12960,7 @@ static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
 /* Merges the parts of all threads and writes O. */
 static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
     x->count = 1;
+    x->first_row = 0;
     for (x->sequence = 0; x->sequence < c->d.sequences; x->sequence++) {
         ra__decode_begin(c, x);
         for (x->head = 0; x->head < c->d.kv_heads && x->parts > 1; x->head++) {
@@ -12955,25 +12976,33 @@ static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
     }
 }
 
+/* Goes through the tasks of a handful: see ra__decode_tasks. index: blocks of those before it. */
+static int64_t ra__decode_handful(const ra__local *c, ra__decode *x, float *slots, int64_t from,
+                                int64_t to, int64_t index) {
+    ra__decode_begin(c, x);
+    for (x->head = 0; x->head < c->d.kv_heads; x->head += x->heads) {
+        const int64_t first = index;
+        x->count = (int32_t)ra__min(x->heads, c->d.kv_heads - x->head);
+        for (x->part = 0; x->part < x->parts; x->part++) {
+            const int64_t at = slots ? index : first;
+            const int64_t blocks = ra__decode_cut(c, x, x->part + 1) -
+                                   ra__decode_cut(c, x, x->part);
+            index += ra__max(blocks, 1) * x->count;
+            if (at >= from && at < to) ra__decode_task(c, x, slots);
+        }
+    }
+    return index;
+}
+
 /* Goes through the tasks of all sequences and runs those whose first block, counted over all tasks,
  * is in [from, to). Returns the number of blocks. */
 static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots, int64_t from,
                                 int64_t to) {
     int64_t index = 0;
-    for (x->sequence = 0; x->sequence < c->d.sequences; x->sequence++) {
-        ra__decode_begin(c, x);
-        for (x->head = 0; x->head < c->d.kv_heads; x->head += x->heads) {
-            const int64_t first = index;
-            x->count = (int32_t)ra__min(x->heads, c->d.kv_heads - x->head);
-            for (x->part = 0; x->part < x->parts; x->part++) {
-                const int64_t at = slots ? index : first;
-                const int64_t blocks = ra__decode_cut(c, x, x->part + 1) -
-                                       ra__decode_cut(c, x, x->part);
-                index += ra__max(blocks, 1) * x->count;
-                if (at >= from && at < to) ra__decode_task(c, x, slots);
-            }
-        }
-    }
+    for (x->sequence = 0; x->sequence < c->d.sequences; x->sequence++)
+        for (x->first_row = 0; x->first_row < ra__q_len(&c->d, x->sequence);
+             x->first_row += ra__handful(&c->d))
+            index = ra__decode_handful(c, x, slots, from, to, index);
     return index;
 }
 
@@ -13279,6 +13308,7 @@ RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_ten
     status = ra__local_check(d, t, &c);
     if (!status) status = ra__state_use(s, &c, d->error);
     if (!status) status = ra__check_tables_of(&c, d->error);
+    if (!status) status = ra__check_form(&c.d);
     return status ? status : ra__local_go(&c, workspace, bytes, ra__alone, 0);
 }
 
@@ -16402,6 +16432,7 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     if (!s && full.page_tokens)
         s = ra__refuse(d->error, RA_E_UNSUPPORTED, "page_tokens",
                        "# is not for rings: see ra_cache_create", full.page_tokens);
+    if (!s) s = ra__check_form(&full);
     if (s) return s;
     if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
     s = a ? ra__check_allocator(a, "allocator", d->error) : RA_OK;
@@ -21336,7 +21367,7 @@ static void ra__cache_count_slots(ra_cache *c) {
     c->slot_floats = c->decode_tokens * ra__partial_floats(&c->d);
     c->slots = ra__most_rank_lanes(c) * ra__ceil_div(c->lane_rows, RA__LEAF * RA__SPAN) *
                ra__min(c->d.sequences, 2 * c->d.threads);
-    if (c->d.threads == 1 || c->cd.form == RA_FORM_SAME) c->slots = 0;
+    if (c->d.threads == 1 || c->d.form == RA_FORM_SAME) c->slots = 0;
 }
 
 /* Lays out the workspace: first the tables of lanes, from which the other sizes follow. */
@@ -21412,7 +21443,6 @@ static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd,
     ra__checks x = { e, RA_OK };
     ra__constant(&x, "cache.queries", cd->queries, 0, RA_QUERIES_ALL);
     ra__constant(&x, "cache.travel", cd->travel, 0, RA_INFER_MERGE);
-    ra__constant(&x, "cache.form", cd->form, 0, RA_FORM_SAME);
     ra__refuse_pair_if(&x, cd->lanes && (cd->lanes < ranks || cd->lanes > RA__MOST_LANES),
                        RA_E_RANGE, "cache.lanes", "# is not 0 or in @..1024", cd->lanes, ranks);
     ra__refuse_if(&x, ranks > RA__MOST_LANES, RA_E_RANGE, "ranks",
@@ -21556,7 +21586,7 @@ static uint64_t ra__cache_agree(const ra_cache *c, const ra_desc *d) {
     h = ra__hash_of(&a, sizeof a);
     h = ra__hash_i64(ra__hash_i64(ra__hash_i64(h, c->most_rows), c->lanes), c->cd.queries);
     if (c->shared) h = ra__hash_i64(h, c->d.isa + 1);  /* they compute rows of each other */
-    return ra__hash_i64(ra__hash_i64(h, c->cd.travel), c->cd.form);
+    return ra__hash_i64(ra__hash_i64(h, c->cd.travel), c->d.form);
 }
 
 RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
@@ -21680,7 +21710,7 @@ static int64_t ra__keys_length(const ra_cache *c, int32_t rank, int64_t *rows) {
 /* 1: a sequence takes the form of decoding. */
 static int ra__cache_decodes(const ra_cache *c, int32_t b) {
     if (!c->decode_tokens) return 0;
-    return c->cd.form == RA_FORM_SAME || c->fresh[b] <= c->decode_tokens;
+    return c->d.form == RA_FORM_SAME || c->fresh[b] <= c->decode_tokens;
 }
 
 /* The number of portions in the form of prefill, if each has up to `rows` rows. */
@@ -23319,7 +23349,7 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
         out->bytes_in += (int64_t)x[RA__SWAP_IN].op.len;
         out->bytes_out += (int64_t)x[RA__SWAP_OUT].op.len;
     }
-    out->bits_any_call = c->cd.form == RA_FORM_SAME || !c->decode_tokens;
+    out->bits_any_call = c->d.form == RA_FORM_SAME || !c->decode_tokens;
     return RA_OK;
 }
 

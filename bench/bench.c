@@ -84,6 +84,7 @@ typedef struct row {
     int32_t threads, ranks;            /* threads of all ranks together */
     int32_t sequences;                 /* of a cache; each has the tokens above */
     int32_t apart;                     /* 1: the keys of a head are adjacent, [head][token][dim] */
+    int32_t form;                      /* RA_FORM_* */
 } row;
 
 typedef struct result {
@@ -325,6 +326,7 @@ static ra_desc desc_make(const row *r) {
     d.layout.kind = r->layout;
     d.isa = r->isa;
     d.threads = r->threads;
+    d.form = r->form;
     return d;
 }
 
@@ -1439,33 +1441,68 @@ static void print_ways(const char *words) {
 
 /* ---------------------------------------------------------------------------- forms
  * What it costs that the bits of a row depend on nothing but the row: calls of RA_FORM_SAME and of
- * RA_FORM_AUTO in turn, on one rank and thread. The shortest time of each counts. */
+ * RA_FORM_AUTO in turn, of ra_infer on one rank and of ra_attention, on one thread. The shortest
+ * time of each counts. */
+typedef struct form_load {             /* ra_attention */
+    ra_desc d;
+    ra_tensors t;
+    void *workspace;
+    size_t bytes;
+} form_load;
+
+static void form_make(const row *r, const data *x, form_load *l) {
+    memset(l, 0, sizeof *l);
+    l->d = desc_make(r);
+    l->t.q.data = x->q;
+    l->t.k.data = x->k;
+    l->t.v.data = x->v;
+    l->t.o.data = x->o;
+    l->bytes = ra_attention_bytes(&l->d, 1);
+    l->workspace = map(l->bytes);
+}
+
+static double form_seconds(form_load *l, int64_t fresh, int64_t cached) {
+    const double begin = now_s();
+    l->d.tokens = fresh;
+    l->d.kv_tokens = cached + fresh;
+    l->d.q_offset = cached;
+    if (ra_attention(&l->d, &l->t, l->workspace, l->bytes, 0, 1) != RA_OK) failed_rows++;
+    return now_s() - begin;
+}
+
+/* form: [0] AUTO, [1] SAME; local: the same by ra_attention. */
+static void print_form(cache_load form[2], form_load local[2], int64_t fresh, int64_t cached) {
+    double best[4] = { 1e9, 1e9, 1e9, 1e9 }, spent = 0;
+    for (int n = 0; n < 200 && (n < 2 || spent < 0.4); n++)
+        for (int k = 0; k < 4; k++) {
+            const double t = k < 2 ? way_seconds(&form[k], fresh, cached)
+                                   : form_seconds(&local[k - 2], fresh, cached);
+            best[k] = t < best[k] ? t : best[k];
+            spent += t;
+        }
+    for (int k = 0; k < 4; k += 2)
+        printf("forms %-12s new %4lld cached %6lld: auto %9.1f us, same %9.1f us, "
+               "%.2f x as long\n", k ? "ra_attention" : "ra_infer", (long long)fresh,
+               (long long)cached, best[k] * 1e6, best[k + 1] * 1e6, best[k + 1] / best[k]);
+    fflush(stdout);
+}
+
 static void print_forms(void) {
     static const int64_t fresh[] = { 1, 4, 8, 16, 64, 256 }, cached[] = { 2048, 32768 };
     static cache_load form[2];
+    static form_load local[2];
     row r = cache_row(PREFILL, ra_isa_best(), RA_BF16, 256);
-    ra_cache_desc cd = { 0 };
     data x;
     r.kv_tokens = 256 + 32768;
     x = data_make(&r);
     for (int k = 0; k < 2; k++) {
-        cd.form = k ? RA_FORM_SAME : RA_FORM_AUTO;
-        cache_make(&r, &x, &cd, &form[k]);
+        r.form = k ? RA_FORM_SAME : RA_FORM_AUTO;
+        cache_make(&r, &x, NULL, &form[k]);
         if (form[k].status != RA_OK) failed_rows++;
+        form_make(&r, &x, &local[k]);
     }
-    for (int i = 0; i < 12 && !failed_rows; i++) {
-        double best[2] = { 1e9, 1e9 }, spent = 0;
-        for (int n = 0; n < 200 && (n < 2 || spent < 0.2); n++)
-            for (int k = 0; k < 2; k++) {
-                const double t = way_seconds(&form[k], fresh[i / 2], cached[i % 2]);
-                best[k] = t < best[k] ? t : best[k];
-                spent += t;
-            }
-        printf("forms new %4lld cached %6lld: auto %9.1f us, same %9.1f us, %.2f x as long\n",
-               (long long)fresh[i / 2], (long long)cached[i % 2], best[0] * 1e6, best[1] * 1e6,
-               best[1] / best[0]);
-        fflush(stdout);
-    }
+    for (int i = 0; i < 12 && !failed_rows; i++)
+        print_form(form, local, fresh[i / 2], cached[i % 2]);
     for (int k = 0; k < 2; k++) cache_free(&form[k]);
     unmap_all();
 }

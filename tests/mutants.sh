@@ -21,6 +21,7 @@ build() {
         hooks) $cc -c -o "$work/hooks.o" tests/hooks.c ;;
         sim | resume | failure) $cc -o "$work/$1" "tests/test_$1.c" "$work/hooks.o" -lm ;;
         schedule) $cc -o "$work/schedule" tests/test_schedule.c -lm ;;
+        rows) $cc -o "$work/rows" tests/test_bits.c -lm ;;
         batches) $native -o "$work/batches" tests/test_resume.c tests/hooks.c -lm ;;
         world)
             $cc -o "$work/world" tests/conformance/test_conformance.c tests/lang_impl.c -lm ;;
@@ -33,6 +34,7 @@ try() {
         sim) timeout 120 "$work/sim" seeds --count 8000 --first ;;
         silence | differences) timeout 60 "$work/sim" "$1" --first ;;
         schedule) timeout 120 "$work/schedule" --first ;;
+        rows) timeout 60 "$work/rows" rows_of_any_call --first ;;
         resume) timeout 120 "$work/resume" --first ;;
         failure) timeout 60 "$work/failure" default_watchdog --first ;;
         ends) timeout 60 "$work/failure" world --first ;;
@@ -74,7 +76,7 @@ python3 tests/plant.py "$list" ringattn.h > "$work/ringattn.h" 2> "$work/unplant
     cat "$work/unplanted"
     exit 1
 }
-for programs in 'hooks schedule world' "sim resume failure $batches"; do
+for programs in 'hooks schedule world rows' "sim resume failure $batches"; do
     echo $programs | xargs -n 1 -P "$jobs" sh tests/mutants.sh --build "$work"
 done
 if [ -s "$work/broken" ]; then
@@ -85,7 +87,7 @@ if [ -s "$work/broken" ]; then
 fi
 
 # Arguments for xargs: number, name and tests of each mistake; 0 is the header as it is.
-right="sim resume failure ends schedule world silence differences $batches"
+right="sim resume failure ends rows schedule world silence differences $batches"
 awk -F ' [|] ' -v list="$right" -v batches="$batches" 'BEGIN { split(list, right, " ")
         for (i = 1; i in right; i++) print "0\nright_" right[i] "\n" right[i] }
     /^#/ || !NF { next }

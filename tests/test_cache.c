@@ -433,7 +433,7 @@ static int integers(const script *s, int32_t i, int32_t b) {
     const int32_t isa = s->d.isa ? s->d.isa : ra_isa_best();
     const int64_t pairs = s->fresh[i][b] * s->d.q_heads / s->d.kv_heads;
     return s->d.k_dtype == RA_Q8_0 && (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX) &&
-           (s->cd.form == RA_FORM_SAME || pairs <= 16);
+           (s->d.form == RA_FORM_SAME || pairs <= 16);
 }
 
 /* Some rows of the outcome against the reference. */
@@ -533,7 +533,7 @@ TEST(ranks_and_ways) {
         if (i == 6) s.d.mask.kind = RA_MASK_NONE;
         if (i == 7) s.d.softcap = 20.0f;
         if (i == 8) s.cd.queries = RA_QUERIES_ALL;
-        if (i == 9) s.cd.form = RA_FORM_SAME;
+        if (i == 9) s.d.form = RA_FORM_SAME;
         if (i == 10) { s.d.q_heads = s.d.kv_heads = 8; s.d.scores = RA_SCORE_ALIBI; }
         script_fill(&s, &r);
         grow(&s, &r, 300);
@@ -559,7 +559,7 @@ TEST(pages) {
         if (i == 3 || i == 8) { s.d.mask.window = 60; s.d.mask.keep = i == 8 ? 20 : 0; }
         if (i == 4) s.d.scores = RA_SCORE_ALIBI;
         if (i == 5) s.cd.queries = RA_QUERIES_ALL;
-        if (i == 6 || i == 8) s.cd.form = RA_FORM_SAME;
+        if (i == 6 || i == 8) s.d.form = RA_FORM_SAME;
         if (i == 9) s.d.mask.kind = RA_MASK_NONE;
         if (i > 9) { s.d.mask.window = 50; s.d.mask.keep = 4; }
         if (i == 11) s.cd.lanes = 0;
@@ -982,7 +982,7 @@ TEST(drafts_are_exact) {
         if (!h_case(i)) continue;
         s = script_new(i % 2 ? 8 : 3, i % 2 ? 2 : 3, 32, dtype[i % 3], 160);
         if (dtype[i % 3] == RA_BF16) s.d.q_dtype = RA_BF16;
-        s.cd.form = RA_FORM_SAME;
+        s.d.form = RA_FORM_SAME;
         script_fill(&s, &r);
         for (s.steps = 0; s.steps < 60; s.steps++) {   /* one token at a time */
             s.cached[s.steps][0] = s.steps;
@@ -1227,7 +1227,7 @@ TEST(ways_by_cost) {
     ra_cache *c = NULL;
     ra_world *world = NULL;
     ra_world_desc wd = { 0 };
-    ra_cache_desc same = { 0 };
+    ra_desc same;
     wd.ranks = d.ranks = 4;
     d.tokens = 1024;
     d.kv_tokens = 1024 + 32768;
@@ -1248,8 +1248,9 @@ TEST(ways_by_cost) {
             CHECK_EQ(report.bytes_out, 3 * (128 + 64));
         }
         CHECK_EQ(ra_cache_destroy(c), RA_OK);
+        same = d;
         same.form = RA_FORM_SAME;
-        CHECK_EQ(ra_cache_create(&c, &d, &net, &same), RA_OK);
+        CHECK_EQ(ra_cache_create(&c, &same, &net, NULL), RA_OK);
         ra_infer_report report;
         CHECK_EQ(ra_infer_query(c, &list[0].cached, &list[0].fresh, &report), RA_OK);
         CHECK_EQ(report.bits_any_call, 1);
@@ -1335,10 +1336,10 @@ TEST(refusals) {
     cd.lanes = 2000;
     CHECK_EQ(create(&s.d, &cd, &why), RA_E_RANGE);
     CHECK(!strcmp(why.field, "cache.lanes"));
-    cd.lanes = 0; cd.form = 7;
-    CHECK_EQ(create(&s.d, &cd, &why), RA_E_ENUM);
-    CHECK(!strcmp(why.field, "cache.form"));
-    cd.form = 0; cd.workspace_bytes = ra_cache_workspace(&s.d, &cd) - 1;
+    cd.lanes = 0; d = s.d; d.form = 7;
+    CHECK_EQ(create(&d, &cd, &why), RA_E_ENUM);
+    CHECK(!strcmp(why.field, "form"));
+    cd.workspace_bytes = ra_cache_workspace(&s.d, &cd) - 1;
     CHECK(cd.workspace_bytes > 1000);
     cd.workspace = need(cd.workspace_bytes + 64);
     void *raw = cd.workspace;

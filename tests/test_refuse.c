@@ -284,6 +284,8 @@ static const row desc_rows[] = {
     { ONE, D(chunk_tokens), I32, INT32_MAX, RA_E_RANGE, "2147483647 is not in 0..16777216" },
     { ONE, D(buffers), I32, -1, RA_E_RANGE, "-1 is not in 0..64" },
     { ONE, D(buffers), I32, 65, RA_E_RANGE, "65 is not in 0..64" },
+    { ONE, D(form), I32, -1, RA_E_ENUM, "-1 is not one of the constants 0..1" },
+    { ONE, D(form), I32, 2, RA_E_ENUM, "2 is not one of the constants 0..1" },
     { ONE, D(order), I32, -1, RA_E_ENUM, "-1 is not one of the constants 0..3" },
     { ONE, D(order), I32, RA_ORDER_DESCENDING, RA_E_UNSUPPORTED,
       "1 follows from layout and mask: leave it 0" },
@@ -1396,7 +1398,8 @@ TEST(attention_simple) {
 }
 
 TEST(states) {
-    ra_desc d;
+    ra_desc d, out;
+    ra_plan *plan = NULL;
     ra_tensors t;
     ra_state s, bad;
     ra_error e = { 0 };
@@ -1437,6 +1440,16 @@ TEST(states) {
     refused(ra_fold(&d, &s, &t, ws + 1, n - 2), &e, RA_E_WORKSPACE, "workspace",
             number((int64_t)n));
     CHECK_EQ(ra_fold(&d, &s, &t, NULL, 0), RA_OK);     /* one thread, short rows: the stack */
+    d.form = RA_FORM_SAME;             /* other calls refuse it too */
+    refused(ra_fold(&d, &s, &t, ws, n), &e, RA_E_UNSUPPORTED, "form",
+            "serves ra_attention and caches alone");
+    CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_E_UNSUPPORTED);
+    CHECK_EQ(ra_ring_once(&d, NULL, &t, 0), RA_E_UNSUPPORTED);
+    CHECK_EQ(ra_desc_resolve(&d, &out), RA_OK);
+    d.train = 1;
+    CHECK_EQ(ra_attention_backward_bytes(&d, 1), 0);
+    refused(e.status, &e, RA_E_SHAPE, "form", "needs train = 0");
+    d.form = d.train = 0;
     t.o.data = NULL;
     refused(ra_state_finish(&d, &s, &t), &e, RA_E_NULL, "t.o", NULL);
     d.k_dim = 0;
@@ -1622,7 +1635,7 @@ static void random_table(void) {
 static void random_fields(ra_desc *d) {
     int32_t *narrow[] = { &d->sequences, &d->ranks, &d->rank, &d->q_heads, &d->kv_heads, &d->k_dim,
         &d->v_dim, &d->q_dtype, &d->k_dtype, &d->v_dtype, &d->o_dtype, &d->v_in_k, &d->v_column,
-        &d->scores, &d->chunk_tokens, &d->buffers, &d->order, &d->threads, &d->isa,
+        &d->scores, &d->form, &d->chunk_tokens, &d->buffers, &d->order, &d->threads, &d->isa,
         &d->mask.kind, &d->mask.causal_block, &d->layout.kind };
     int64_t *wide[] = { &d->tokens, &d->kv_tokens, &d->q_offset, &d->mask.window,
         &d->mask.right_limit, &d->mask.prefix, &d->mask.keep, &d->mask.doc_count,

@@ -311,7 +311,7 @@ static shelf shelf_of(int64_t i) {
     x.d.kv_tokens = x.cached + x.fresh;
     x.d.threads = i % 8 < 4 ? 1 : 3;
     x.cd.lanes = i < 8 ? lanes[i % 4] : 8;
-    if (i % 4 == 3) x.cd.form = RA_FORM_SAME;
+    if (i % 4 == 3) x.d.form = RA_FORM_SAME;
     if (i == 11) x.d.mask.window = 500;
     if (i == 11) x.d.mask.keep = 4;
     return x;

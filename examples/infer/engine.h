@@ -537,7 +537,7 @@ static inline ra_status infer_open_cache(infer_rank *r) {
     cd.lanes = e->lanes;
     for (int i = 0; i < INFER_CACHES && s == RA_OK; i++) {
         d.tokens = i == INFER_PROMPT ? e->o.chunk : e->o.speculate;
-        cd.form = i == INFER_DECODE && m->heads / m->kv_heads <= 16 ? RA_FORM_SAME : RA_FORM_AUTO;
+        d.form = i == INFER_DECODE && m->heads / m->kv_heads <= 16 ? RA_FORM_SAME : RA_FORM_AUTO;
         s = ra_cache_create(&r->cache[i], &d, r->net, &cd);
     }
     if (s != RA_OK) {
