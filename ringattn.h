@@ -12389,7 +12389,8 @@ typedef struct ra__decode {
     ra__paged paged;                   /* of the sequence */
     int32_t heads;                     /* most of a task */
     int32_t sequence, head, count;     /* kv heads [head, head + count) */
-    int64_t first_row;                 /* of the handful: other rows are counted from it */
+    int64_t first_row, handful;        /* of this handful: other rows are counted from it; rows of
+                                        * each but the last of a sequence */
     int32_t part, parts;               /* of the blocks [first, last) that some row sees */
     int64_t first, last, blocks;       /* blocks: of all keys */
     int32_t pairs, fours, rows, keys;  /* fours: most of a sequence; keys: of a stretch */
@@ -12421,14 +12422,14 @@ RA__INLINE int ra__may_decode(const ra_desc *d) {
     return d->q_heads / d->kv_heads <= RA__DECODE_PAIRS && d->dropout <= 0.0f;
 }
 
-/* Rows of a handful. */
-RA__INLINE int64_t ra__handful(const ra_desc *d) {
-    return RA__DECODE_PAIRS / (d->q_heads / d->kv_heads);
+/* 1 if the tokens of a sequence are one handful. */
+RA__INLINE int ra__is_handful(const ra_desc *d) {
+    return d->tokens * (d->q_heads / d->kv_heads) <= RA__DECODE_PAIRS;
 }
 
 /* 1 if this call does. */
 RA__INLINE int ra__decodes(const ra_desc *d) {
-    return ra__may_decode(d) && (d->form == RA_FORM_SAME || d->tokens <= ra__handful(d));
+    return (d->form == RA_FORM_SAME || ra__is_handful(d)) && ra__may_decode(d);
 }
 
 /* Keys are summed in parts that begin at fixed blocks, 16 parts of 16 blocks, then 16 of 32, and so
@@ -12454,7 +12455,7 @@ RA__INLINE int64_t ra__decode_limit(const ra_desc *d) {
  * handfuls, each takes all parts of some kv heads. Bits are the same. */
 RA__INLINE int ra__decode_shares(const ra_desc *d) {
     const int64_t limit = ra__decode_limit(d);
-    return limit > 1 && limit <= RA__DECODE_SLOTS / d->sequences && d->tokens <= ra__handful(d);
+    return limit > 1 && limit <= RA__DECODE_SLOTS / d->sequences && ra__is_handful(d);
 }
 
 /* Floats of m, l and acc of a four. */
@@ -12849,7 +12850,7 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     const int64_t tokens = ra__k_len(&c->d, x->sequence), limit = ra__decode_limit(&c->d);
     int64_t first, last;
     ra__seg s;
-    x->rows = (int32_t)ra__min(ra__q_len(&c->d, x->sequence) - x->first_row, ra__handful(&c->d));
+    x->rows = (int32_t)ra__min(ra__q_len(&c->d, x->sequence) - x->first_row, x->handful);
     x->group = c->d.q_heads / c->d.kv_heads;
     x->pairs = x->rows * x->group;
     x->step = (int32_t)ra__ceil_div(x->pairs, RA__DECODE_ROWS);
@@ -13001,7 +13002,7 @@ static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots,
     int64_t index = 0;
     for (x->sequence = 0; x->sequence < c->d.sequences; x->sequence++)
         for (x->first_row = 0; x->first_row < ra__q_len(&c->d, x->sequence);
-             x->first_row += ra__handful(&c->d))
+             x->first_row += x->handful)
             index = ra__decode_handful(c, x, slots, from, to, index);
     return index;
 }
@@ -13034,6 +13035,7 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     if (!ra__local_beside(c)) x.heads = 1;
     x.modifies = c->d.softcap != 0.0f || (c->d.scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS)) != 0;
     x.factor = ra__q_factor(&c->d);
+    x.handful = RA__DECODE_PAIRS / (c->d.q_heads / c->d.kv_heads);
     x.keys = RA__DECODE_KEYS;
     x.unit = c->w.kernel->decode_unit;
     while (x.keys > x.unit && x.keys * x.heads * row > RA__DECODE_BYTES)
