@@ -1136,8 +1136,8 @@ typedef struct ra_cache ra_cache;
 enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
 /* What travels: with RA_QUERIES_OWN queries to all ranks, and partial results to the ranks of their
  * rows; or keys and values to the queries. MERGE: as PASS_Q, but a rank merges some heads of all
- * rows and sends the sums on. AUTO: the fewest bytes for which there is memory. With RA_CAP_SHARED
- * PASS_KV moves nothing, and AUTO takes it if a prompt has work for all ranks (same d->isa). */
+ * rows and sends the sums on. AUTO: the least time, by d->rates if set, as memory allows. With
+ * RA_CAP_SHARED PASS_KV moves nothing: AUTO takes it if a prompt has work for all (same d->isa). */
 enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV, RA_INFER_MERGE };
 typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the first four */
     int64_t new_tokens;                /* most new tokens of a call; 0: sequences * tokens */
@@ -21723,16 +21723,84 @@ static int64_t ra__tile_portions(const ra_cache *c, int64_t rows) {
     return portions;
 }
 
-/* What travels: keys if that moves fewer bytes and there is memory for them. Every rank makes the
+static double ra__larger(double a, double b) { return a > b ? a : b; }
+
+/* What a call would cost, by its counts and agreed fields alone, so that all ranks find the same.
+ * Batches count as if all their sequences had as many new rows and keys. */
+typedef struct ra__travel_cost {
+    double rows, keys;                 /* of all ranks */
+    double most_rows, most_keys;       /* of the rank with most of them */
+    double stages;                     /* in which that with most rows has keys of another rank */
+    double live;                       /* sequences with new tokens */
+    double key_bytes, query_bytes;     /* to or from the busiest rank; with partial results */
+} ra__travel_cost;
+
+/* 0: some keys do not fit into a message or its buffer. */
+static int ra__travel_count(const ra_cache *c, ra__travel_cost *x) {
+    const double q = (double)ra__query_bytes(&c->d), k = (double)ra__key_bytes(&c->d);
+    const double partial = 4.0 * (double)ra__partial_floats(&c->d);
+    double takers = 0, own_keys = 0;
+    memset(x, 0, sizeof *x);
+    for (int32_t r = 0; r < c->ranks; r++) takers += c->rank_rows[r] > 0;
+    for (int32_t i = 0; i < c->d.sequences; i++) x->live += c->fresh[i] > 0;
+    x->rows = (double)c->rows;
+    for (int32_t r = 0; r < c->ranks; r++) {
+        const double mine = (double)c->rank_rows[r], trees = ra__rank_trees(c, r);
+        const double queries_in = (x->rows - mine) * q, queries_out = mine * q * (c->ranks - 1);
+        const double partials_in = mine * (c->tree_first[c->ranks] - trees) * partial;
+        const double in = queries_in + partials_in;
+        const double out = queries_out + (x->rows - mine) * trees * partial;
+        int64_t keys, bytes = ra__keys_length(c, r, &keys);
+        if (bytes > RA__FRAME_BYTES + 64 + c->most_keys || bytes > (int64_t)c->tp.max_msg) return 0;
+        x->keys += (double)keys;
+        x->query_bytes = ra__larger(x->query_bytes, ra__larger(in, out));
+        x->key_bytes = ra__larger(x->key_bytes, (double)keys * k * (takers - (mine > 0)));
+        x->most_keys = ra__larger(x->most_keys, (double)keys);
+        x->stages += keys > 0;
+        if (mine <= x->most_rows) continue;
+        x->most_rows = mine;
+        own_keys = (double)keys;
+    }
+    x->stages -= own_keys > 0;
+    x->key_bytes = ra__larger(x->key_bytes, (x->keys - own_keys) * k);
+    return 1;
+}
+
+/* 1: it takes less time to send keys. The rank with most rows attends them to all keys, and if
+ * queries travel the rank with most keys attends all rows to them. By known rates the keys of all
+ * ranks but the last are computed with while others move. Queries and partial results take a
+ * latency each, and nothing else is computed meanwhile. By unknown ones messages are copied by the
+ * processors that compute.
+ * PERF: 2 and 4 threads as ranks, 2 processors of a Zen 5, 8/2 heads of 64 in f32, 1 to 1024 new
+ * and 0 to 32768 cached tokens, messages copied: 1 MB to a rank takes 40 to 90 us where caches hold
+ * it, of keys and of partial results alike, and each stage of received keys some 9 us more. What is
+ * chosen takes at most 1.09 times as long as the other; by bytes alone, with partial results three
+ * times, it took up to 1.23. */
+#define RA__TRAVEL_BYTES_S 12.5e9
+#define RA__TRAVEL_STAGE_S 9e-6
+#define RA__TRAVEL_FLOPS_S 1e11
+static int ra__keys_cost_less(const ra_cache *c, const ra__travel_cost *x) {
+    const ra_rates *rates = &c->d.rates;
+    const int known = !ra__rates_unknown(rates);
+    const double row_key = 2.0 * ((double)c->d.k_dim + c->d.v_dim) * c->d.q_heads /
+                           x->live /
+                           (known ? rates->flops_per_s : RA__TRAVEL_FLOPS_S);
+    const double link = known ? rates->link_bytes_per_s : RA__TRAVEL_BYTES_S;
+    const double latency = known ? rates->link_latency_s : 0.0;
+    const double rows_s = x->most_rows * x->keys * row_key;
+    const double keys_s = x->rows * x->most_keys * row_key;
+    const double queries = 2 * latency + x->query_bytes / link + keys_s;
+    double keys = x->key_bytes / link;
+    if (!known) return keys + rows_s + x->stages * RA__TRAVEL_STAGE_S < queries;
+    if (x->stages > 0) keys += latency * (c->ranks / 2) + rows_s / (x->stages + 1);
+    return ra__larger(keys, rows_s) < queries;
+}
+
+/* What travels: keys if that takes less time and there is memory for them. Every rank makes the
  * same choice. Where memory is shared keys do not move: PASS_KV if its portions occupy all ranks.
- * In the form of decoding each rank had better read the keys that are near it.
- * PERF: partial results are stored, moved, read and merged. 2 and 4 threads as ranks, 2 processors
- * of Zen 4, 8/2 heads of 64 in f32, 1 to 1024 new and 0 to 32768 cached tokens: 1 MB of them and of
- * their queries takes 230 to 410 us, 1 MB of keys 70. Without the weight, what is chosen takes up
- * to 1.25 times as long as the other. */
-enum { RA__PARTIAL_WEIGHT = 3 };
+ * In the form of decoding each rank had better read the keys that are near it. */
 static int32_t ra__cache_travels(const ra_cache *c) {
-    double q, partial = 0, keys = 0;
+    ra__travel_cost x;
     if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL || c->cd.travel == RA_INFER_PASS_Q ||
         c->cd.travel == RA_INFER_MERGE)
         return RA_INFER_PASS_Q;
@@ -21740,30 +21808,24 @@ static int32_t ra__cache_travels(const ra_cache *c) {
         return ra__tile_portions(c, RA__LANE_BLOCK) >= c->ranks ? RA_INFER_PASS_KV
                                                                 : RA_INFER_PASS_Q;
     if (c->cd.travel == RA_INFER_PASS_KV) return RA_INFER_PASS_KV;
-    for (int32_t r = 0; r < c->ranks; r++) {
-        int64_t rows, bytes = ra__keys_length(c, r, &rows);
-        if (bytes > RA__FRAME_BYTES + 64 + c->most_keys || bytes > (int64_t)c->tp.max_msg)
-            return RA_INFER_PASS_Q;
-        keys += (double)rows;
-        partial += (double)ra__rank_trees(c, r) * (double)(c->rows - c->rank_rows[r]);
-    }
-    q = (double)c->rows * (c->ranks - 1) * (double)ra__query_bytes(&c->d) +
-        partial * (double)(4 * RA__PARTIAL_WEIGHT) * (double)ra__partial_floats(&c->d);
-    keys *= (c->ranks - 1) * (double)ra__key_bytes(&c->d);
-    return keys < q ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
+    if (!c->rows || !ra__travel_count(c, &x)) return RA_INFER_PASS_Q;
+    return ra__keys_cost_less(c, &x) ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
 }
 
 /* RA_INFER_*. Where queries travel: MERGE if the rank that wants most rows then receives so many
- * bytes less that they are worth a latency and a message more per peer. Where memory is shared and
- * one rank alone wants a row, MERGE moves as many bytes in all, so one exchange is taken.
+ * bytes less that they are worth a latency and, per peer, a message more, of 1 us. Where memory is
+ * shared and one rank alone wants a row, MERGE moves as many bytes: one exchange is taken.
  * PERF: 2 processors of a Zen 5 for all ranks, 1 to 16 sequences of 1 token over 64, 32/8 heads,
  * D 128, RA_QUERIES_ALL: MERGE takes 0.94 to 1.3 times as long where it saves 11 to 88 KB, 0.90
  * (P = 4) at 99 KB, 0.84 and 0.75 at 198 and 396, 0.85 and 0.50 (P = 8) at 350 and 1386 KB. */
 enum { RA__MERGE_SAVES = 64 << 10, RA__MERGE_SAVES_PEER = 8 << 10 };
+#define RA__MESSAGE_S 1e-6
 static int32_t ra__cache_travel(const ra_cache *c) {
     const int32_t found = ra__cache_travels(c);
     const double partial = 4.0 * (double)ra__partial_floats(&c->d);
     const double rows = (double)c->rows, trees = (double)c->tree_first[c->ranks];
+    const double peers = c->ranks - 1.0;
+    const ra_rates *rates = &c->d.rates;
     const int all = c->cd.queries == RA_QUERIES_ALL;
     double most = 0, saves;
     if (found != RA_INFER_PASS_Q || !c->merge_rows || c->rows > c->merge_rows) return found;
@@ -21772,8 +21834,9 @@ static int32_t ra__cache_travel(const ra_cache *c) {
     for (int32_t r = 0; r < c->ranks; r++)
         if ((double)c->rank_rows[r] > most) most = (double)c->rank_rows[r];
     if (all) most = rows;
-    saves = partial * (c->ranks - 1) / c->ranks * (most * (trees - 1) - rows * trees / c->ranks);
-    saves -= RA__MERGE_SAVES + RA__MERGE_SAVES_PEER * (c->ranks - 1.0);
+    saves = partial * peers / c->ranks * (most * (trees - 1) - rows * trees / c->ranks);
+    if (ra__rates_unknown(rates)) saves -= RA__MERGE_SAVES + RA__MERGE_SAVES_PEER * peers;
+    else saves -= (rates->link_latency_s + RA__MESSAGE_S * peers) * rates->link_bytes_per_s;
     return saves >= 0 ? RA_INFER_MERGE : found;
 }
 
@@ -23524,6 +23587,10 @@ RA__OPTIMIZE_END
 #undef RA__HASH_START
 #undef RA__CLAIM_PORTIONS
 #undef RA__CLAIM_TURNS
+#undef RA__TRAVEL_BYTES_S
+#undef RA__TRAVEL_STAGE_S
+#undef RA__TRAVEL_FLOPS_S
+#undef RA__MESSAGE_S
 #undef RA__PRAGMA
 #undef RA__OPTIMIZE_BEGIN
 #undef RA__OPTIMIZE_END

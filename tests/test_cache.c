@@ -1206,17 +1206,21 @@ static ra_status create(const ra_desc *d, const ra_cache_desc *cd, ra_error *why
     return s;
 }
 
-/* What travels on 4 ranks. Where bytes are nearly equal keys win, for partial results are merged:
- * 64 new tokens after 256 move 798 KB with their results, or 983 KB of keys. Where memory is shared
- * nothing travels except addresses: a call is a pool if it can have a portion for each rank. */
+/* What travels on 4 ranks. Where messages are copied keys win if they are fewer bytes to a rank
+ * than queries and partial results, by 9 us for each rank that they come from: 64 new tokens after
+ * 256 bring 246 KB of keys to a rank or 198 KB, 256 after 256 bring 393 or 793. Where memory is
+ * shared nothing travels except addresses: a call is a pool if it can have a portion for each rank.
+ */
 TEST(ways_by_cost) {
     static const struct { int64_t fresh, cached; int32_t way, shared; } list[] = {
         { 1, 256, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
         { 4, 256, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
         { 16, 32768, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
         { 32, 32768, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
-        { 64, 0, RA_INFER_PASS_KV, RA_INFER_PASS_KV },
-        { 64, 256, RA_INFER_PASS_KV, RA_INFER_PASS_KV },
+        { 16, 0, RA_INFER_PASS_KV, RA_INFER_PASS_Q },      /* all on one rank */
+        { 16, 2048, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
+        { 64, 0, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
+        { 64, 256, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
         { 64, 2048, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
         { 256, 256, RA_INFER_PASS_KV, RA_INFER_PASS_KV },
         { 256, 2048, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
@@ -1257,6 +1261,49 @@ TEST(ways_by_cost) {
         CHECK_EQ(ra_cache_destroy(c), RA_OK);
     }
     ra_world_destroy(world);
+}
+
+/* What AUTO takes on a rank for one sequence, by given rates, on a net that copies. */
+static int32_t way_by_rates(const ra_rates *rates, int32_t rank, int32_t q_heads, int64_t fresh,
+                            int64_t cached) {
+    ra_desc d = ra_desc_make(q_heads, 2, 64, RA_F32, RA_MASK_CAUSAL);
+    ra_infer_report report = { 0 };
+    ra_world_desc wd = { 0 };
+    ra_world *world = NULL;
+    ra_cache *c = NULL;
+    wd.ranks = d.ranks = 4;
+    d.rank = rank;
+    d.tokens = 1024;
+    d.kv_tokens = 1024 + 32768;
+    if (rates) d.rates = *rates;
+    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+    if (!world) return -1;
+    ra_transport net = *ra_world_transport(world, rank);
+    net.caps &= ~(uint32_t)RA_CAP_SHARED;
+    CHECK_EQ(ra_cache_create(&c, &d, &net, NULL), RA_OK);
+    CHECK_EQ(ra_infer_query(c, &cached, &fresh, &report), RA_OK);
+    CHECK_EQ(ra_cache_destroy(c), RA_OK);
+    ra_world_destroy(world);
+    return report.travel;
+}
+
+/* Known rates decide: a slow link beside fast processors asks for the fewest bytes, a fast link for
+ * the rows of all ranks to be computed at once, and a slow processor hides keys, but not queries.
+ * All ranks find the same. */
+TEST(ways_by_rates) {
+    const ra_rates slow_link = { 1e12, 1e9, 1e-6 }, slow_rank = { 1e9, 1e9, 1e-6 };
+    const ra_rates far = { 1e12, 1e11, 1e-3 }, fast_link = { 1e10, 1e12, 0 };
+    for (int32_t rank = 0; rank < 4; rank++) {
+        CHECK_EQ(way_by_rates(NULL, rank, 8, 256, 1536), RA_INFER_PASS_Q);
+        CHECK_EQ(way_by_rates(&slow_link, rank, 8, 256, 1536), RA_INFER_PASS_Q);
+        CHECK_EQ(way_by_rates(&slow_link, rank, 8, 256, 256), RA_INFER_PASS_KV);
+        CHECK_EQ(way_by_rates(&slow_rank, rank, 8, 256, 1536), RA_INFER_PASS_KV);
+        CHECK_EQ(way_by_rates(&far, rank, 8, 4, 0), RA_INFER_PASS_KV);
+        CHECK_EQ(way_by_rates(&fast_link, rank, 8, 16, 1024), RA_INFER_PASS_Q);
+        /* Many heads over few keys: fewer bytes of keys, but one rank has all rows. */
+        CHECK_EQ(way_by_rates(NULL, rank, 64, 16, 240), RA_INFER_PASS_Q);
+        CHECK_EQ(way_by_rates(NULL, rank, 64, 64, 240), RA_INFER_PASS_KV);
+    }
 }
 
 /* What a call would do on rank 0 if `live` of the 8 sequences have a new token. */
@@ -1718,7 +1765,8 @@ static const h_test tests[] = {
     ENTRY(shared_prefixes), ENTRY(shared_prefixes_are_one_portion),
     ENTRY(threads_share_heads), ENTRY(long_caches), ENTRY(lanes_and_weights),
     ENTRY(weights_choose_lanes), ENTRY(drafts_are_exact),
-    ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(ways_by_cost), ENTRY(merges_by_bytes),
+    ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(ways_by_cost), ENTRY(ways_by_rates),
+    ENTRY(merges_by_bytes),
     ENTRY(refusals),
     ENTRY(longest_messages), ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(failures),
     ENTRY(ends_in_place), ENTRY(ends_unknown),
