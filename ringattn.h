@@ -474,7 +474,7 @@ typedef struct ra_positions {
  * If d.page_tokens is set, K and V are pools of pages [count][page_tokens][Hkv][D], with
  * batch_stride from page to page. Row r of sequence b is row (first + r) % page_tokens of page
  * table[b * batch_step + (first + r) / page_tokens]. Pages are read in place, and the bits are
- * those of rows without pages. Sequences may share pages, so a common prefix is stored once. */
+ * those of rows without pages. Sequences may share pages: a prefix is stored once. */
 typedef struct ra_pages {
     const int32_t *table;              /* page numbers, 0..count - 1 */
     int64_t batch_step;                /* entries from one sequence to the next; 0: one table */
@@ -1123,7 +1123,9 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
  * how many are new. It plans and allocates nothing. To roll back, pass a smaller count. A
  * batch_stride of 0 of K and V is ra_cache_rows rows. With pages (ra_pages; page_tokens may differ
  * between ranks) a table covers these rows. Entries of rows that are not stored yet are not read,
- * and those of pages that no row of the call sees may be -1.
+ * and those of pages that no row of the call sees may be -1. A prefix in the same pages is read
+ * once for up to 16 Hkv / Hq sequences b, b + 1, .. that have one new token each, if queries travel
+ * (or on one rank), in whole leaves of 1024 rows of a lane, so beyond 1024 * lanes tokens or so.
  *
  * Either every rank attends all queries to its own keys, or it gets the keys of the others (with
  * RA_CAP_SHARED it reads them in place), whichever costs less. Partial results of the lanes are
@@ -1162,8 +1164,7 @@ typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the
  * refusal says what max_msg must be. One cache object serves all layers. */
 RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
                                        const ra_cache_desc *cd);
-/* Bytes of workspace on this rank; 0: d or cd is refused. A transport with an align above 64 needs
- * more: ra_cache_create says how much. */
+/* Bytes of workspace here; 0: refused. For an align above 64 ra_cache_create says how many more. */
 RINGATTN_API size_t ra_cache_workspace(const ra_desc *d, const ra_cache_desc *cd);
 /* No thread may be inside a call. RA_E_UNSAFE: as ra_ring_destroy. null is fine. */
 RINGATTN_API ra_status ra_cache_destroy(ra_cache *c);
