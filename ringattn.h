@@ -21836,7 +21836,7 @@ static int32_t ra__cache_travel(const ra_cache *c) {
         if ((double)c->rank_rows[r] > most) most = (double)c->rank_rows[r];
     if (all) most = rows;
     saves = partial * peers / c->ranks * (most * (trees - 1) - rows * trees / c->ranks);
-    if (ra__rates_unknown(rates)) saves -= RA__MERGE_SAVES + RA__MERGE_SAVES_PEER * peers;
+    if (ra__rates_unknown(rates)) saves -= RA__MERGE_SAVES + RA__MERGE_SAVES_PEER * (c->ranks - 1);
     else saves -= (rates->link_latency_s + RA__MESSAGE_S * peers) * rates->link_bytes_per_s;
     return saves >= 0 ? RA_INFER_MERGE : found;
 }

@@ -20,7 +20,7 @@ build() {
     case $1 in
         hooks) $cc -c -o "$work/hooks.o" tests/hooks.c ;;
         sim | resume | failure) $cc -o "$work/$1" "tests/test_$1.c" "$work/hooks.o" -lm ;;
-        schedule) $cc -o "$work/schedule" tests/test_schedule.c -lm ;;
+        schedule | cache) $cc -o "$work/$1" "tests/test_$1.c" -lm ;;
         rows) $cc -o "$work/rows" tests/test_bits.c -lm ;;
         batches) $native -o "$work/batches" tests/test_resume.c tests/hooks.c -lm ;;
         world)
@@ -35,6 +35,7 @@ try() {
         silence | differences) timeout 60 "$work/sim" "$1" --first ;;
         schedule) timeout 120 "$work/schedule" --first ;;
         rows) timeout 60 "$work/rows" rows_of_any_call --first ;;
+        cache) timeout 60 "$work/cache" chosen --first ;;
         resume) timeout 120 "$work/resume" --first ;;
         failure) timeout 60 "$work/failure" default_watchdog --first ;;
         ends) timeout 60 "$work/failure" world --first ;;
@@ -76,7 +77,7 @@ python3 tests/plant.py "$list" ringattn.h > "$work/ringattn.h" 2> "$work/unplant
     cat "$work/unplanted"
     exit 1
 }
-for programs in 'hooks schedule world rows' "sim resume failure $batches"; do
+for programs in 'hooks schedule world rows cache' "sim resume failure $batches"; do
     echo $programs | xargs -n 1 -P "$jobs" sh tests/mutants.sh --build "$work"
 done
 if [ -s "$work/broken" ]; then
@@ -87,7 +88,7 @@ if [ -s "$work/broken" ]; then
 fi
 
 # Arguments for xargs: number, name and tests of each mistake; 0 is the header as it is.
-right="sim resume failure ends rows schedule world silence differences $batches"
+right="sim resume failure ends rows schedule world cache silence differences $batches"
 awk -F ' [|] ' -v list="$right" -v batches="$batches" 'BEGIN { split(list, right, " ")
         for (i = 1; i in right; i++) print "0\nright_" right[i] "\n" right[i] }
     /^#/ || !NF { next }

@@ -946,7 +946,7 @@ static int64_t room_of(const int32_t *weights, int32_t ranks, int32_t lanes, int
 }
 
 /* Without a number of lanes shards have the sizes that weights ask for. */
-TEST(weights_choose_lanes) {
+TEST(chosen_lanes) {
     static const int32_t nine[] = { 9, 1 }, equal[] = { 7, 7, 7 }, none[] = { 1, 0 };
     int64_t rows[8];
     CHECK_EQ(room_of(nine, 2, 0, rows), 1 << 16);
@@ -1211,7 +1211,7 @@ static ra_status create(const ra_desc *d, const ra_cache_desc *cd, ra_error *why
  * 256 bring 246 KB of keys to a rank or 198 KB, 256 after 256 bring 393 or 793. Where memory is
  * shared nothing travels except addresses: a call is a pool if it can have a portion for each rank.
  */
-TEST(ways_by_cost) {
+TEST(chosen_by_cost) {
     static const struct { int64_t fresh, cached; int32_t way, shared; } list[] = {
         { 1, 256, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
         { 4, 256, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
@@ -1290,7 +1290,7 @@ static int32_t way_by_rates(const ra_rates *rates, int32_t rank, int32_t q_heads
 /* Known rates decide: a slow link beside fast processors asks for the fewest bytes, a fast link for
  * the rows of all ranks to be computed at once, and a slow processor hides keys, but not queries.
  * All ranks find the same. */
-TEST(ways_by_rates) {
+TEST(chosen_by_rates) {
     const ra_rates slow_link = { 1e12, 1e9, 1e-6 }, slow_rank = { 1e9, 1e9, 1e-6 };
     const ra_rates far = { 1e12, 1e11, 1e-3 }, fast_link = { 1e10, 1e12, 0 };
     for (int32_t rank = 0; rank < 4; rank++) {
@@ -1337,7 +1337,7 @@ static ra_infer_report one_token_each(int32_t ranks, int shared, int32_t queries
 
 /* Partial results of a row have 16512 bytes. Two exchanges receive a quarter of them from each of 3
  * peers, and of their sums, instead of all of them; they save 24768 bytes per row. */
-TEST(merges_by_bytes) {
+TEST(chosen_merges) {
     for (int live = 1; live <= 8; live++) {
         const int64_t row = 32 * 129 * 4, two = live >= 4;
         for (int shared = 0; shared < 2; shared++) {
@@ -1764,9 +1764,9 @@ static const h_test tests[] = {
     ENTRY(ranks_and_ways), ENTRY(pages), ENTRY(ring_buffers), ENTRY(attention_pages),
     ENTRY(shared_prefixes), ENTRY(shared_prefixes_are_one_portion),
     ENTRY(threads_share_heads), ENTRY(long_caches), ENTRY(lanes_and_weights),
-    ENTRY(weights_choose_lanes), ENTRY(drafts_are_exact),
-    ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(ways_by_cost), ENTRY(ways_by_rates),
-    ENTRY(merges_by_bytes),
+    ENTRY(chosen_lanes), ENTRY(drafts_are_exact),
+    ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(chosen_by_cost), ENTRY(chosen_by_rates),
+    ENTRY(chosen_merges),
     ENTRY(refusals),
     ENTRY(longest_messages), ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(failures),
     ENTRY(ends_in_place), ENTRY(ends_unknown),
