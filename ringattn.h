@@ -7108,10 +7108,9 @@ static const ra__kernel ra__kernel_bf16 = {
  * 4 x 4 lanes is then transposed between [row][16 keys] and [key][4 rows] without crossing lanes.
  *
  * Scores: q of a row is unit (256 a + b), where a and b are signed bytes. A step is 8 dims of 8
- * keys; digits of q are broadcast. K comes in as k + 128, because one side is unsigned. The sums
- * begin at -128 times the sum of the digits. A key has two lanes, for dims 0 to 3 and 4 to 7 of
- * each 8, until 32 dims are added. Then their sum is an exact integer, which is multiplied by the
- * scale of K.
+ * keys; digits of q are broadcast. K comes in as k + 128, because one side is unsigned. A key
+ * has two lanes, for dims 0 to 3 and 4 to 7 of each 8, until 32 dims are added. Their sum, less 128
+ * times the sum of the digits, is an exact integer, which is multiplied by the scale of K.
  * Values: p times the scale of a block of V is unit (256 a + b), where a and b are unsigned bytes.
  * The unit is a power of two: 2^-15 of that of the largest weight of the row's 16 keys. A step is 4
  * keys of 16 dims. Keys with negative scales come in a second pass, with the opposite sign.
@@ -7121,8 +7120,8 @@ static const ra__kernel ra__kernel_bf16 = {
  *
  * PERF: per key and 4 rows of D 128, 32 products and some 50 other vector operations. A row of
  * 34-byte blocks often crosses a line, which counts as two loads, and loads are scarce: two per
- * cycle. So a broadcast of q is of 8 dims and serves 32 keys. Weights of 64 keys are made before
- * any of them is used, because each takes long but leaves room for others. Zen 5, cycles per key
+ * cycle. So a broadcast of q is of 8 dims. Weights of 64 keys are made before any of them is used,
+ * because each takes long but leaves room for others. Zen 5, cycles per key
  * that is in L1: 48 -> 37 (scores 18 -> 15, values 25 -> 19); over 32768 keys, 32/8 heads, one
  * thread 4.2 -> 3.4 ms, two 2.6 -> 2.1. Four chains of sums for values, and broadcasts of 8 dims
  * in place of 4: one thread 3.14 -> 3.02 ms, [Hkv][T][D] 3.03 -> 2.82; from L1 the broadcasts gain
@@ -7135,9 +7134,15 @@ static const ra__kernel ra__kernel_bf16 = {
  * 16 cycles in all; vshufi32x4, vpermt2b and vinserti64x4 compete with them, vpunpck, shifts and
  * sums do not. One row less takes 2.2 cycles off the scores, which is its products; the other 6 are
  * keys and scales, which products do not hide. Keys of a block of 32 dims loaded beside the
- * products of the block before: 14.8, which decoding from memory does not notice; scales copied by
- * integer instructions besides: 16.1. Memory prefetched into level 2 in place of level 1: one
- * thread 3.1 -> 4.8 ms or more. */
+ * products of the block before take the scores to 14.8; scales copied by integer instructions
+ * besides: 16.1.
+ * PERF: all of decoding, 32768 keys, 32/8 heads, D 128, one thread, Zen 5, ns per key: 14.3, with
+ * keys loaded a block earlier 12.3, with sums of whole blocks added to acc at once 11.8 (medians of
+ * 485 calls of each in turn; [Hkv][T][D] 11.9, 11.9, 11.7). Of these 11.8, as the same code tells
+ * with always the same keys, 0.1 is that keys come from level 2 and 1.4 are prefetches; without both
+ * it takes 10.2. The queries and sums of one head for all 8 took 0.8 off before. So prefetching
+ * the next head's keys from level 2 into level 1 besides makes it slower: 12.3. With memory
+ * prefetched into level 2 and then into level 1: 15.5. */
 #define RA__Q8_TARGET                                                                            \
     RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")
 #define RA__Q8_STATIC RA__UNUSED RA__Q8_TARGET static
@@ -7165,6 +7170,11 @@ typedef struct ra__q8_rows {
     const uint8_t *four[4], *row[RA__Q8_KEYS];
     int64_t stride;
 } ra__q8_rows;
+/* On to the next 16 keys, if all exist. */
+RA__Q8_INLINE void ra__q8_next_rows(ra__q8_rows *x) {
+    RA__UNROLL for (int32_t i = 0; i < 4; i++) x->four[i] += RA__Q8_KEYS * x->stride;
+}
+
 
 RA__Q8_INLINE void ra__q8_find_rows(ra__q8_rows *x, const uint8_t *first, int64_t stride, int32_t n,
                                     const int32_t whole) {
@@ -7215,56 +7225,51 @@ RA__Q8_INLINE void ra__q8_scales(__m512i *half, const ra__q8_rows *x, int64_t at
             const uint8_t *row = whole ? x->four[2 * h] + i * x->stride : x->row[8 * h + i];
             half[h] = _mm512_mask_loadu_epi16(half[h], m, row + at - 2 * i);
         }
-        m = _kshiftli_mask32(m, 1);
+        m <<= 1;
     }
 }
 
-/* One of 3 stages of loading 32 dims of 16 keys. After the last x[2 i + h] holds dims 8 i to
- * 8 i + 7 of 8 keys as unsigned bytes; pairs of lanes of both h are in the order of lanes. */
+/* Loads 32 dims of 8 keys: x[2 i + h] gets dims 8 i to 8 i + 7 of keys 8 h to 8 h + 7 as unsigned
+ * bytes. Pairs of lanes of both h are in the order of lanes. */
 RA__Q8_INLINE void ra__q8_load_keys(__m512i *x, const ra__q8_rows *rows, int64_t at,
-                                    const int32_t stage, const int32_t whole) {
+                                    const int32_t h, const int32_t whole) {
     const __m512i flip = _mm512_set1_epi8(-128);
-    __m512i y[8];
-    RA__UNROLL for (int32_t i = 0; i < 8; i++) {
-        const int32_t j = i / 4 * 8 + i % 2 * 4 + i % 4 / 2 * 2, even = i / 2 * 2;
-        const int32_t a = i % 2 * 4 + i / 2 % 2;
-        if (stage == 0)
-            y[i] = _mm512_xor_si512(flip, ra__q8_join(ra__q8_row(rows, j, at, whole),
-                                                      ra__q8_row(rows, j + 1, at, whole)));
-        if (stage == 1 && i == even) y[i] = _mm512_unpacklo_epi64(x[i], x[i + 1]);
-        if (stage == 1 && i != even) y[i] = _mm512_unpackhi_epi64(x[even], x[i]);
-        if (stage == 2 && i < 4) y[i] = _mm512_shuffle_i32x4(x[a], x[a + 2], 0x88);
-        if (stage == 2 && i >= 4) y[i] = _mm512_shuffle_i32x4(x[a], x[a + 2], 0xdd);
+    __m512i y[4], z[4];
+    RA__UNROLL for (int32_t i = 0; i < 4; i++) {
+        const int32_t j = 8 * h + i % 2 * 4 + i / 2 * 2;
+        y[i] = _mm512_xor_si512(flip, ra__q8_join(ra__q8_row(rows, j, at, whole),
+                                                  ra__q8_row(rows, j + 1, at, whole)));
     }
-    RA__UNROLL for (int32_t i = 0; i < 8; i++) x[i] = y[i];
+    RA__UNROLL for (int32_t i = 0; i < 2; i++) {
+        z[i] = _mm512_unpacklo_epi64(y[2 * i], y[2 * i + 1]);
+        z[2 + i] = _mm512_unpackhi_epi64(y[2 * i], y[2 * i + 1]);
+    }
+    RA__UNROLL for (int32_t i = 0; i < 2; i++) {
+        x[2 * i + h] = _mm512_shuffle_i32x4(z[2 * i], z[2 * i + 1], 0x88);
+        x[2 * i + 4 + h] = _mm512_shuffle_i32x4(z[2 * i], z[2 * i + 1], 0xdd);
+    }
 }
 
-/* sum[g] += products of a row of q with 32 dims of 16 keys of group g, of which there are ng. */
-RA__Q8_INLINE void ra__q8_dot(__m512 *sum, const ra__q8_queries *q, int32_t r, __m512i (*k)[8],
-                              const __m512 *scale, const int32_t ng) {
-    __m512i c[2][2][2];
-    RA__UNROLL for (int32_t i = 0; i < 4; i++) {
-        c[i / 2][i % 2][0] = _mm512_maskz_set1_epi32(0x5555, q->start[r]);
-        c[i / 2][i % 2][1] = _mm512_setzero_si512();
-    }
-    RA__UNROLL for (int32_t i = 0; i < 4; i++)
-        RA__UNROLL for (int32_t e = 0; e < 2; e++) {
+/* Products of a row of q with 32 dims of 16 keys, plus sum. The digits a come first: their sums
+ * are shifted, and those of the digits b are added to them. */
+RA__Q8_INLINE __m512 ra__q8_dot(const ra__q8_queries *q, int32_t r, const __m512i *k, __m512 scale,
+                                __m512 sum) {
+    __m512i c[2];
+    RA__UNROLL for (int32_t h = 0; h < 2; h++) c[h] = _mm512_setzero_si512();
+    RA__UNROLL for (int32_t e = 1; e >= 0; e--) {
+        RA__UNROLL for (int32_t i = 0; i < 4; i++) {
             int64_t eight;
             memcpy(&eight, &q->digit[r][e][8 * i], sizeof eight);
-            const __m512i y = _mm512_set1_epi64(eight);
-            RA__UNROLL for (int32_t g = 0; g < 2 * ng; g++)
-                c[g / 2][g % 2][e] = _mm512_dpbusd_epi32(c[g / 2][g % 2][e],
-                                                         k[g / 2][2 * i + g % 2], y);
+            RA__UNROLL for (int32_t h = 0; h < 2; h++)
+                c[h] = _mm512_dpbusd_epi32(c[h], k[2 * i + h], _mm512_set1_epi64(eight));
         }
-    RA__UNROLL for (int32_t g = 0; g < ng; g++) {
-        __m512 z[2];
-        RA__UNROLL for (int32_t i = 0; i < 2; i++)
-            z[i] = _mm512_castsi512_ps(_mm512_add_epi32(c[g][i][0],
-                                                        _mm512_slli_epi32(c[g][i][1], 8)));
-        sum[g] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(
-                     _mm512_castps_si512(_mm512_shuffle_ps(z[0], z[1], 0x88)),
-                     _mm512_castps_si512(_mm512_shuffle_ps(z[0], z[1], 0xdd)))), scale[g], sum[g]);
+        RA__UNROLL for (int32_t h = 0; h < 2 && e; h++) c[h] = _mm512_slli_epi32(c[h], 8);
     }
+    const __m512 lo = _mm512_castsi512_ps(c[0]), hi = _mm512_castsi512_ps(c[1]);
+    c[0] = _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(lo, hi, 0x88)),
+                            _mm512_castps_si512(_mm512_shuffle_ps(lo, hi, 0xdd)));
+    c[0] = _mm512_add_epi32(c[0], _mm512_set1_epi32(q->start[r]));
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(c[0]), scale, sum);
 }
 
 /* Transposes 4 x 4 lanes of each 128 bits. */
@@ -7277,56 +7282,57 @@ RA__Q8_INLINE void ra__q8_transpose(__m512 *v) {
     v[3] = _mm512_shuffle_ps(b, d, 0xee);
 }
 
-/* Scores [key][4 rows] of ng groups of 16 keys from key j on. Missing rows have 0. Two groups have
- * to be whole. */
+/* Scores [key][4 rows] of groups of 16 keys, `groups` of them if they are whole, otherwise one.
+ * Missing rows have 0. Keys of a block are loaded beside the products of the block before. */
 RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decode_keys *keys,
-                                    int32_t j, float *s, const int32_t ng) {
+                                    int32_t j, float *s, int32_t groups, const int32_t whole) {
     const __m256i lanes = _mm256_setr_epi16(0, 4, 32, 36, 1, 5, 33, 37, 2, 6, 34, 38,
                                             3, 7, 35, 39);
-    const int32_t blocks = rows->d->k_dim / 32, n = rows->count, whole = ng == 2;
-    const ra__q8_queries *q = (const ra__q8_queries *)(const void *)rows->q;
+    const int32_t blocks = rows->d->k_dim / 32, n = rows->count;
+    const ra__q8_queries *const first = (const ra__q8_queries *)(const void *)rows->q;
     ra__stream *streams = keys->streams;
     uintptr_t at_line[2] = { 0, 0 };
-    ra__q8_rows x[2];
-    __m512i k[2][8], half[2][2];
-    __m512 sum[4][2], scale[2];
-    RA__UNROLL for (int32_t g = 0; g < ng; g++)
-        ra__q8_find_rows(&x[g], keys->k + (j + 16 * g) * keys->k_stride, keys->k_stride,
-                         keys->n - j, whole);
-    RA__UNROLL for (int32_t i = 0; i < 8; i++) sum[i / 2][i % 2] = _mm512_setzero_ps();
-    for (int32_t b = 0; b < blocks; b++, q++) {
-        ra__q8_advance(at_line, streams, (4 + b % 2) * ng);
-        const int64_t at = (int64_t)b * RA__Q8_BYTES;
-        const __m512i where = _mm512_castsi256_si512(
-            _mm256_add_epi16(lanes, _mm256_set1_epi16((int16_t)(b % 2 * 17))));
-        RA__UNROLL for (int32_t g = 0; g < ng; g++) {
-            if (b % 2 == 0) ra__q8_scales(half[g], &x[g], at, b + 1 < blocks, whole);
-            scale[g] = _mm512_cvtph_ps(_mm512_castsi512_si256(
-                _mm512_permutex2var_epi16(half[g][0], where, half[g][1])));
-            RA__UNROLL for (int32_t i = 0; i < 3; i++)
-                ra__q8_load_keys(k[g], &x[g], at + 2, i, whole);
+    ra__q8_rows x;
+    __m512i k[8], next[8], half[2];
+    ra__q8_find_rows(&x, keys->k + j * keys->k_stride, keys->k_stride, keys->n - j, whole);
+    RA__UNROLL for (int32_t h = 0; h < 2; h++) ra__q8_load_keys(next, &x, 2, h, whole);
+    for (int32_t g = 0; g < groups; g++, s += 4 * RA__Q8_KEYS) {
+        const ra__q8_queries *q = first;
+        __m512 sum[4];
+        RA__UNROLL for (int32_t r = 0; r < 4; r++) sum[r] = _mm512_setzero_ps();
+        for (int32_t b = 0; b < blocks; b++, q++) {
+            const __m512i where = _mm512_castsi256_si512(
+                _mm256_add_epi16(lanes, _mm256_set1_epi16((int16_t)(b % 2 * 17))));
+            int64_t at = (int64_t)b * RA__Q8_BYTES;
+            ra__q8_advance(at_line, streams, 4 + b % 2);
+            if (b % 2 == 0) ra__q8_scales(half, &x, at, b + 1 < blocks, whole);
+            const __m512 scale = _mm512_cvtph_ps(_mm512_castsi512_si256(
+                _mm512_permutex2var_epi16(half[0], where, half[1])));
+            at += b + 1 < blocks ? RA__Q8_BYTES : 0;
+            if (b + 1 == blocks && g + 1 < groups) {
+                ra__q8_next_rows(&x);
+                at = 0;
+            }
+            RA__UNROLL for (int32_t i = 0; i < 8; i++) k[i] = next[i];
+            RA__UNROLL for (int32_t r = 0; r < 4; r++) {
+                if (r < n) sum[r] = ra__q8_dot(q, r, k, scale, sum[r]);
+                if (r % 2 == 0) ra__q8_load_keys(next, &x, at + 2, r / 2, whole);
+                if (streams) ra__q8_prefetch(at_line, r, 1);
+            }
+            if (streams && b % 2) ra__q8_prefetch(at_line, 4, 1); /* 2 blocks: 17 lines */
         }
-        RA__UNROLL for (int32_t r = 0; r < 4; r++) {
-            if (r < n) ra__q8_dot(sum[r], q, r, k, scale, ng);
-            if (streams) ra__q8_prefetch(at_line, r * ng, ng);
-        }
-        if (streams && b % 2) ra__q8_prefetch(at_line, 4 * ng, ng); /* 2 blocks: 17 lines */
-    }
-    RA__UNROLL for (int32_t g = 0; g < ng; g++, s += 4 * RA__Q8_KEYS) {
-        __m512 v[4];
         RA__UNROLL for (int32_t r = 0; r < 4; r++)
-            v[r] = _mm512_mul_ps(sum[r][g], _mm512_set1_ps(q[-1].unit[r]));
-        ra__q8_transpose(v);
-        RA__UNROLL for (int32_t i = 0; i < 4; i++) _mm512_storeu_ps(s + 16 * i, v[i]);
+            sum[r] = _mm512_mul_ps(sum[r], _mm512_set1_ps(first->unit[r]));
+        ra__q8_transpose(sum);
+        RA__UNROLL for (int32_t i = 0; i < 4; i++) _mm512_storeu_ps(s + 16 * i, sum[i]);
     }
 }
 
 RA__NOINLINE RA__Q8_TARGET void ra__q8_scores(const ra__decode_rows *rows,
                                               const ra__decode_keys *keys, float *s) {
-    int32_t j = 0;
-    for (; keys->n - j >= 2 * RA__Q8_KEYS; j += 2 * RA__Q8_KEYS)
-        ra__q8_scores_of(rows, keys, j, s + 4 * j, 2);
-    for (; j < keys->n; j += RA__Q8_KEYS) ra__q8_scores_of(rows, keys, j, s + 4 * j, 1);
+    const int32_t groups = keys->n / RA__Q8_KEYS, j = groups * RA__Q8_KEYS;
+    if (groups) ra__q8_scores_of(rows, keys, 0, s, groups, 1);
+    if (j < keys->n) ra__q8_scores_of(rows, keys, j, s + 4 * j, 1, 0);
 }
 
 RA__Q8_INLINE __m512i ra__q8_tops_of_halves(__m512i a, __m512i b) {
@@ -7362,6 +7368,8 @@ typedef struct ra__q8_work {
     ra__stream *streams;
     int32_t groups, blocks, count;     /* count: of rows that exist */
     int32_t fresh;                     /* 1: acc has no sums yet */
+    float *total;                      /* not null: these are all keys of a block, whose sums are
+                                        * added to total, [blocks][4 rows][32 dims] */
     uint64_t seen;                     /* bit 4 j + r: row r sees key j; if a group is not whole */
 } ra__q8_work;
 
@@ -7461,7 +7469,7 @@ RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, 
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                            _mm512_set1_epi32(0x01010101)), _mm512_set1_epi32(0x60402000));
     const int32_t n = x->count;
-    float *acc = x->acc + 128 * b;
+    float *acc = x->acc + 128 * b, *total = end == x->groups && g == 0 ? x->total : NULL;
     int64_t at = RA__Q8_KEYS * g * x->rows.stride + b * RA__Q8_BYTES + 2;
     uintptr_t at_line[2] = { 0, 0 };
     __m512i v[8], next[8];
@@ -7481,7 +7489,11 @@ RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, 
             if (x->streams) ra__q8_prefetch(at_line, r, 1);
         }
     }
-    RA__UNROLL for (int32_t i = 0; i < 8; i++) _mm512_storeu_ps(acc + 16 * i, c[i / 2][i % 2]);
+    if (total) acc = total + 128 * b;
+    RA__UNROLL for (int32_t i = 0; i < 8; i++) {
+        if (total) c[i / 2][i % 2] = _mm512_add_ps(_mm512_loadu_ps(acc + 16 * i), c[i / 2][i % 2]);
+        _mm512_storeu_ps(acc + 16 * i, c[i / 2][i % 2]);
+    }
 }
 
 /* Adds up to RA__Q8_BLOCKS blocks; p: [group][16 keys][4 rows]. Weights of all groups are made
@@ -7499,6 +7511,9 @@ RA__Q8_INLINE void ra__q8_add_blocks(const ra__q8_work *x, const float *p, const
                 ra__q8_add_block(x, b, g, end, x->fresh && g == 0 && !negative, whole);
         }
     }
+    for (int32_t i = 0; i < 128 * x->blocks && x->total && more; i += 16)
+        _mm512_storeu_ps(x->total + i, _mm512_add_ps(_mm512_loadu_ps(x->total + i),
+                                                     _mm512_loadu_ps(x->acc + i)));
 }
 
 /* Adds p V of n keys from key j on, p being [key][4 rows]. More than 16 are whole groups. */
@@ -7516,6 +7531,7 @@ RA__Q8_INLINE void ra__q8_add_keys(const ra__decode_rows *rows, const ra__decode
     for (int32_t b = 0; b < blocks; b += RA__Q8_BLOCKS) {
         x.blocks = blocks - b < RA__Q8_BLOCKS ? blocks - b : RA__Q8_BLOCKS;
         x.acc = rows->block_acc + 128 * b;
+        x.total = keys->whole && n == RA_BLOCK_TOKENS ? rows->acc + 128 * b : NULL;
         ra__q8_find_rows(&x.rows, keys->v + j * keys->v_stride + (int64_t)b * RA__Q8_BYTES,
                          keys->v_stride, n, whole);
         ra__q8_add_blocks(&x, p, whole);
@@ -7527,6 +7543,13 @@ RA__NOINLINE RA__Q8_TARGET void ra__q8_values(const ra__decode_rows *rows,
                                               const float *s) {
     if (n % RA__Q8_KEYS == 0 && !keys->partial) ra__q8_add_keys(rows, keys, j, n, s, 1);
     else ra__q8_add_keys(rows, keys, j, n, s, 0);
+}
+
+/* As decode_close, after ra__q8_values has added to acc. */
+RA__Q8_INLINE void ra__q8_close(ra__decode_rows *rows) {
+    for (int32_t r = 0; r < rows->count; r++) ra__decode_close_l_avx512(rows, r);
+    memset(rows->block_l, 0, sizeof rows->block_l);
+    rows->has_keys = 0;
 }
 
 /* Adds groups of 16 keys from key j on, whose scores are in s, as long as maxima hold. Groups have
@@ -7554,6 +7577,7 @@ RA__Q8_STATIC void ra__decode_fold_q8(ra__decode_rows *rows, const ra__decode_ke
             ra__q8_values(rows, keys, j, (keys->n < end ? keys->n : end) - j, s + 4 * j);
             for (int32_t r = 0; r < rows->count; r++)
                 if (keys->seen >> r & ra__seen_by_row_0) rows->has_keys |= 1 << r;
+            if (keys->whole && end - j == RA_BLOCK_TOKENS) ra__q8_close(rows);
         }
     }
 }
