@@ -7274,7 +7274,8 @@ RA__Q8_INLINE __m512 ra__q8_dot(const ra__q8_queries *q, int32_t r, const __m512
             RA__UNROLL for (int32_t h = 0; h < 2; h++)
                 c[h] = _mm512_dpbusd_epi32(c[h], k[2 * i + h], _mm512_set1_epi64(eight));
         }
-        RA__UNROLL for (int32_t h = 0; h < 2 && e; h++) c[h] = _mm512_slli_epi32(c[h], 8);
+        if (!e) break;
+        RA__UNROLL for (int32_t h = 0; h < 2; h++) c[h] = _mm512_slli_epi32(c[h], 8);
     }
     const __m512 lo = _mm512_castsi512_ps(c[0]), hi = _mm512_castsi512_ps(c[1]);
     c[0] = _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(lo, hi, 0x88)),
@@ -20948,7 +20949,7 @@ enum { RA__LEAF = 1024, RA__SPAN = 4, RA__WRITE_ROWS = 16 };
 enum { RA__SHARE_WORK = 1 << 18 };     /* least multiply-adds of a portion in the decoding form */
 enum { RA__MOST_LANES = 1024, RA__TREE_DEPTH = 11 };        /* of the tree: log2 of lanes, plus 1 */
 enum { RA__FRAME_Q = 4, RA__FRAME_KV = 5, RA__FRAME_PARTIAL = 6 };
-enum { RA__FRAME_POOL = 8, RA__FRAME_POOL_END = 9, RA__FRAME_SUMS = 10 };
+enum { RA__FRAME_POOL = 8, RA__FRAME_POOL_END = 9, RA__FRAME_SUMS = 10, RA__FRAME_KINDS = 16 };
 enum { RA__NOTE_BYTES = RA__FRAME_BYTES + 64 };        /* a frame and the address of a cache */
 enum { RA__SWAP_IDLE, RA__SWAP_POSTED, RA__SWAP_DONE };
 #define RA__CLAIM_PORTIONS (((int64_t)1 << 40) - 1)
@@ -22084,7 +22085,7 @@ static ra_status ra__cache_check_lane(ra_cache *c, const ra_pages *p, int32_t b,
     const ra__paged x = ra__paged_of(&c->d, p, b);
     const int64_t from = first + x.first, last = (from + row[2] - 1) / x.tokens;
     for (int64_t i = from / x.tokens; i <= last; i++) {
-        const int seen = (i + 1) * x.tokens > from + row[1] ||
+        const int seen = (row[1] < row[2] && (i + 1) * x.tokens > from + row[1]) ||
                          (row[0] && i * x.tokens < from + row[0]);
         if (x.table[i] < -!seen || x.table[i] >= p->count)
             return ra__refuse_pair(&c->why, RA_E_RANGE, "t.pages.table",
@@ -22456,7 +22457,7 @@ static ra_status ra__swap_received(ra_cache *c, ra__swap *x) {
 /* The op of one side of swap i, filled in before it is posted first. */
 static ra_transport_op *ra__swap_op(ra_cache *c, int32_t i, int side) {
     ra__swap_side *x = &c->swap[i].side[side];
-    const uint64_t tag = (uint64_t)(c->call * 64 + i % 64);
+    const uint64_t tag = (uint64_t)(c->call * RA__FRAME_KINDS + c->swap[i].kind);
     if (x->state != RA__SWAP_IDLE) return &x->op;
     x->op.kind = side == RA__SWAP_OUT ? RA_MSG_SEND : RA_MSG_RECV;
     x->op.tag = c->tp.tag_bits >= 64 ? tag : tag & (((uint64_t)1 << c->tp.tag_bits) - 1);

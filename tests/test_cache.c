@@ -1563,6 +1563,34 @@ TEST(refused_pages) {
     CHECK(!strcmp(why.field, "t.pages"));
 }
 
+/* Position 52 sees 49..52, which rank 1 holds. Rank 0 has half a page of older positions. */
+static ra_status unseen_page_rank(ra_world *world, int rank, void *user) {
+    script s = script_new(4, 2, 32, RA_F32, 300);
+    static float room[2][64][2][32], q[4][32], o[2][4][32];
+    const int32_t table[2][3] = { { -1, -1, -1 }, { 0, 0, 0 } };
+    int64_t cached = 52, fresh = 1;
+    ra_cache *c = NULL;
+    ra_tensors t = { 0 };
+    ra_desc d = s.d;
+    (void)user;
+    d.ranks = 2;
+    d.rank = rank;
+    d.page_tokens = 64;
+    d.mask.window = 4;
+    t.q.data = q; t.o.data = o[rank]; t.k.data = room[rank]; t.v.data = room[rank];
+    t.pages.table = table[rank];
+    t.pages.count = 1;
+    t.pages.batch_step = 3;
+    ra_status end = ra_cache_create(&c, &d, ra_world_transport(world, rank), NULL);
+    if (!end) end = ra_infer(c, &t, &cached, &fresh, ra_deadline_ms(20000));
+    const ra_status left = ra_cache_destroy(c);
+    return end ? end : left;
+}
+
+TEST(unseen_pages) {
+    CHECK_EQ(ra_world_run(2, unseen_page_rank, NULL, NULL), RA_OK);
+}
+
 /* Two ranks of which one does something else. */
 typedef struct clash { int what; ra_status end[2]; char text[2][RA_TEXT_BYTES]; } clash;
 
@@ -1768,8 +1796,8 @@ static const h_test tests[] = {
     ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(chosen_by_cost), ENTRY(chosen_by_rates),
     ENTRY(chosen_merges),
     ENTRY(refusals),
-    ENTRY(longest_messages), ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(failures),
-    ENTRY(ends_in_place), ENTRY(ends_unknown),
+    ENTRY(longest_messages), ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(unseen_pages),
+    ENTRY(failures), ENTRY(ends_in_place), ENTRY(ends_unknown),
 };
 
 int main(int argc, char **argv) {
