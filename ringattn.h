@@ -7147,12 +7147,11 @@ static const ra__kernel ra__kernel_bf16 = {
  * keys and scales, which products do not hide. Keys of a block of 32 dims loaded beside the
  * products of the block before take the scores to 14.8; scales copied by integer instructions
  * besides: 16.1.
- * PERF: all of decoding, 32768 keys, 32/8 heads, D 128, one thread, Zen 5, ns per key: 14.3, with
- * keys loaded a block earlier 12.3, with sums of whole blocks added to acc at once 11.8 (medians of
- * 485 calls of each in turn; [Hkv][T][D] 11.9, 11.9, 11.7). Of these 11.8, as the same code tells
- * with always the same keys, 0.1 is that keys come from level 2 and 1.4 are prefetches; without both
- * it takes 10.2. The queries and sums of one head for all 8 took 0.8 off before. So prefetching
- * the next head's keys from level 2 into level 1 besides makes it slower: 12.3. With memory
+ * PERF: all of decoding, 32768 keys, 32/8 heads, D 128, one thread, Zen 5, ns per key: 14.3; with
+ * keys loaded a block earlier 12.3; with sums of whole blocks added to acc at once 11.8 (485 calls
+ * of each in turn; [Hkv][T][D] 11.9, 11.9, 11.7). The same code with always the same keys takes
+ * 11.7, and without prefetches 10.2. Before, queries and sums of one head for all 8 took 0.8 off.
+ * Prefetching the next head's keys from level 2 into level 1 besides is slower: 12.3. With memory
  * prefetched into level 2 and then into level 1: 15.5. */
 #define RA__Q8_TARGET                                                                            \
     RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")
