@@ -3,7 +3,8 @@
  * One C header for CPUs, without dependencies. It computes attention, forward and backward, on one
  * machine or on a sequence sharded across ranks (ring attention: Liu, Zaharia, Abbeel, arXiv
  * 2310.01889). The result is that of ordinary attention, not an approximation. With the usual
- * layouts and the default order it has the same bits for every number of ranks.
+ * layouts and the default order it has the same bits for every number of ranks (over a sharded
+ * cache, for every number of them with the same ra_cache_desc.lanes).
  *
  *   You want                                            Call
  *   f32, causal, one thread, twelve plain arguments     ra_attention_simple
@@ -530,9 +531,9 @@ typedef struct ra_mask {
  *               0 and pass arrays.)
  * For causal work without a window take ZIGZAG: it gives all ranks the same work. With a window
  * take CONTIGUOUS: it is balanced by itself, and chunks travel one or two hops. CONTIGUOUS and
- * ZIGZAG cut at multiples of RA_BLOCK_TOKENS if there are at least 2 * ranks blocks, otherwise as
- * evenly as possible. They would cut a growing sequence differently at every call, and would send
- * all keys to a single query: for a sharded cache use ra_cache_create and ra_infer. */
+ * ZIGZAG cut at multiples of RA_BLOCK_TOKENS if there are at least 2 * ranks blocks, so shards may
+ * differ by some of them (ra_plan_report.q_rows), otherwise as evenly as possible. They would cut a
+ * growing sequence anew at every call: for a sharded cache use ra_cache_create and ra_infer. */
 typedef struct ra_layout {
     int32_t kind;                      /* RA_LAYOUT_*; required if ranks > 1; 0: CONTIGUOUS */
     const int32_t *weights;            /* [ranks] CONTIGUOUS, ZIGZAG: relative speeds, >= 0, not all
@@ -768,8 +769,8 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
 /* Bytes of workspace for ra_attention and ra_fold on nth threads, 1..4096; 0: d or nth is refused,
  * see *d->error. Allocate once, for the largest call: the bytes suffice for every call with the
  * same heads, dims, dtypes, scores, mask, layout and dropout that has at most as many threads,
- * sequences, tokens and kv_tokens, at any q_offset. They are 300 KiB (D 64) to some MiB per thread,
- * even for one token, and serve either form. */
+ * sequences, tokens and keys (kv_tokens; if that is 0, tokens + q_offset: for a growing cache set
+ * kv_tokens to its capacity here). They are 300 KiB (D 64) to some MiB per thread. */
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
 
 /* Writes t->o and t->lse: attention on one rank, of tokens query rows at t->q_pos over kv_tokens
@@ -1132,14 +1133,14 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
  * merged in a fixed tree. So bits do not depend on threads, on what travels, on the transport, or,
  * for an equal number of lanes, on ranks. */
 typedef struct ra_cache ra_cache;
-/* Whose queries a call has. OWN: each rank passes those of the new tokens whose positions it holds,
- * and gets their outputs. ALL: every rank passes the queries of all new tokens and gets all
- * outputs. */
+/* OWN: a rank passes the queries of the new tokens whose positions it holds, and gets their
+ * outputs. ALL: every rank passes the queries of all new tokens and gets all outputs. */
 enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
-/* What travels: with RA_QUERIES_OWN queries to all ranks, and partial results to the ranks of their
- * rows; or keys and values to the queries. MERGE: as PASS_Q, but a rank merges some heads of all
- * rows and sends the sums on. AUTO: the least time, by d->rates if set, as memory allows. With
- * RA_CAP_SHARED PASS_KV moves nothing: AUTO takes it if a prompt has work for all (same d->isa). */
+/* What travels. PASS_Q: queries to all ranks (ALL: none), partial results to the ranks of their
+ * rows. MERGE: the same, but a rank merges some heads of all rows and sends the sums on. PASS_KV,
+ * for OWN alone: keys and values to the queries; with RA_CAP_SHARED nothing (same d->isa). AUTO:
+ * the least time, by d->rates if set, as memory allows; with RA_CAP_SHARED PASS_KV if a prompt in
+ * the prefill form has work for all ranks. */
 enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV, RA_INFER_MERGE };
 typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the first four */
     int64_t new_tokens;                /* most new tokens of a call; 0: sequences * tokens */
@@ -1278,7 +1279,7 @@ typedef struct ra_transport_op {       /* the library's; stays at its address wh
     uint8_t  kind, channel;
     uint16_t flags;
     int32_t  peer;
-    uint64_t tag;                      /* below 2^tag_bits; equal on both sides */
+    uint64_t tag;                      /* below 2^tag_bits, equal on both sides; order suffices */
     void    *buf;                      /* read-only while a send is PENDING, yours in a receive */
     size_t   len;                      /* exact */
     void    *mr;                       /* from reg, or null */
@@ -1352,10 +1353,10 @@ struct ra_transport {
      * abort. */
     int (*release)(void *ctx, ra_transport_op *op);
 
-    /* Any thread, any time, wait-free, idempotent; frees nothing, writes no op. From now on post,
-     * poll and wait end all ops with RA_E_ABORTED. `why` is the RA_E_* of this rank. Send the peers
-     * a notice if you can: their ops then end with RA_E_ABORTED at once. If you only close
-     * connections they blame this rank (RA_E_PEER), otherwise they wait for their deadline. */
+    /* Any thread, any time, wait-free (take no lock of post or poll), idempotent; frees nothing,
+     * writes no op. From now on post, poll and wait end all ops with RA_E_ABORTED. `why` is the
+     * RA_E_* of this rank. Send peers a notice if you can: their ops then end with RA_E_ABORTED. If
+     * you only close connections they blame this rank (RA_E_PEER), otherwise deadlines end them. */
     int (*abort)(void *ctx, int why);
 
     /* Required with RA_CAP_SHARED; without quiesce a ring that fails with ops pending is leaked
