@@ -3686,14 +3686,6 @@ RA__ISA_STATIC void RA__NAME(store_acc)(const ra__panel *panel, float *dst, int6
  * keys, 32/8 heads of D 128: 10.8 -> 9.9 ms. In f32 and q8_0 the same is slower. */
 #define RA__CHUNK (2 * RA__WIDTH)
 
-/* PERF: gcc 12 moves more out of these loops than registers hold, and stores it. AVX-512, f16, Zen
- * 5, cycles per key without the moves: 32/8 heads, D 128, 2048 keys: 64.7 -> 61.6; 4 rows 242.7 ->
- * 235.7; 8/8 heads, D 64, 1024 keys: 18.0 -> 16.5. In f32 and q8_0 nothing changes. AVX2 and tiles
- * of few f16 rows are slower without. */
-#if RA__WIDTH == 16
-RA__OPTIMIZE_BEGIN("no-tree-loop-im")
-#endif
-
 /* Elements [d, d + RA__CHUNK) of a row. d: a multiple of RA__CHUNK. Not q8_0. */
 RA__ISA_INLINE void RA__NAME(load_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
                                          int32_t dtype) {
@@ -4583,9 +4575,6 @@ RA__ISA_STATIC void RA__NAME(decode_merge)(ra__decode_rows *rows, const float *o
             }
     }
 }
-#if RA__WIDTH == 16
-RA__OPTIMIZE_END
-#endif
 #undef RA__CHUNK
 
 /* ---- backward: lanes are query rows for S, dP and dQ, columns for dK and dV.
