@@ -966,7 +966,7 @@ TEST(chosen_lanes) {
         CHECK_EQ(room_of(weights, ranks, 0, rows), 1 << 16);
         for (int p = 0; p < ranks; p++) {
             const double due = 65536.0 * weights[p] / sum;
-            CHECK(rows[p] > 0.93 * due && rows[p] < 1.07 * due);
+            CHECK((double)rows[p] > 0.93 * due && (double)rows[p] < 1.07 * due);
         }
     }
 }
