@@ -1947,20 +1947,52 @@ static void ra__put(ra__text *x, const char *s) {
     x->to[x->at] = 0;
 }
 
-/* Appends text, with '#' replaced by value and '@' by other. */
+/* Each kind of constants: its prefix, and the names of 0, 1, ... */
+enum { RA__MOST_NAMES = 7 };
+static const char *const ra__names[][1 + RA__MOST_NAMES] = {
+    { "RA_", "DTYPE_UNSET", "F32", "F16", "BF16", "Q8_0" },
+    { "RA_ISA_", "AUTO", "SCALAR", "AVX2", "AVX512", "AVX512_BF16", "AMX", "NEON" },
+    { "RA_MASK_", "UNSET", "NONE", "CAUSAL", "INTERVALS" },
+    { "RA_LAYOUT_", "UNSET", "CONTIGUOUS", "ZIGZAG", "STRIPED", "RUNS", "ARRAY" },
+    { "RA_SCORE_", NULL, "ALIBI", "BIAS", NULL, "SINKS" },
+    { "RA_ORDER_", NULL, "DESCENDING", "ASCENDING", "ROUNDS" },
+    { "RA_FORM_", "AUTO", "SAME" },
+    { "RA_TRAVEL_", "AUTO", "KV", "Q" },
+    { "RA_RETURN_", "DIRECT", "RING" },
+    { "RA_PASS_", "FORWARD", "BACKWARD" },
+    { "RA_QUERIES_", "OWN", "ALL" },
+    { "RA_INFER_", "AUTO", "PASS_Q", "PASS_KV", "MERGE" },
+};
+
+/* The name of constant v if text, up to `at`, ends in the prefix of its kind; otherwise null. */
+static const char *ra__name_of(const char *text, const char *at, int64_t v) {
+    const char *found = NULL;
+    for (size_t i = 0; i < sizeof ra__names / sizeof ra__names[0]; i++) {
+        const size_t n = strlen(ra__names[i][0]);
+        if ((size_t)(at - text) >= n && !memcmp(at - n, ra__names[i][0], n) &&
+            v >= 0 && v < RA__MOST_NAMES)
+            found = ra__names[i][1 + v];
+    }
+    return found;
+}
+
+/* Appends text, with '#' replaced by value and '@' by other: "RA_MASK_#" becomes the name of a
+ * constant, any other '#' a number. */
 static void ra__say_pair(ra__text *x, const char *text, int64_t value, int64_t other) {
-    for (; *text; text++) {
+    for (const char *at = text; *at; at++) {
         char digits[24] = { 0 };
         size_t n = sizeof digits - 1;
-        const int64_t v = *text == '#' ? value : other;
+        const int64_t v = *at == '#' ? value : other;
+        const int marks = *at == '#' || *at == '@';
+        const char *name = marks ? ra__name_of(text, at, v) : NULL;
         uint64_t u = v < 0 ? 0 - (uint64_t)v : (uint64_t)v;
-        if (*text != '#' && *text != '@') {
-            digits[--n] = *text;
+        if (!marks) {
+            digits[--n] = *at;
         } else {
             do { digits[--n] = (char)('0' + (int)(u % 10)); u /= 10; } while (u);
             if (v < 0) digits[--n] = '-';
         }
-        ra__put(x, digits + n);
+        ra__put(x, name ? name : digits + n);
     }
 }
 static void ra__say(ra__text *x, const char *text, int64_t value) {
@@ -9785,16 +9817,17 @@ static ra_status ra__check_apart(const ra_desc *d, const ra_tensors *t, const in
  * elements are shared. */
 static ra_status ra__check_steps(const int64_t step[4], const int64_t count[4], int64_t element,
                                  const char *field, ra_error *e) {
+    static const char *const part[4] = { ".batch_step", ".head_step", ".row_step", ".key_step" };
     int64_t all = 0;
     for (int i = 0; i < 4; i++) {
         if (step[i] < 0 || (step[i] & (element - 1)))
-            return ra__refuse(e, RA_E_STRIDE, field,
-                              element == 2 ? "step # is negative or not a multiple of 2"
-                                           : "step # is negative or not a multiple of 4, the bytes "
-                                             "of f32 (dtype 0)", step[i]);
+            return ra__refuse_part(e, RA_E_STRIDE, field, part[i],
+                                   "# is negative or not a multiple of @, the bytes of an element",
+                                   step[i], element);
         all = ra__add_sat(all, ra__mul_sat(step[i], count[i]));
         if (all >= INT64_MAX / 2)
-            return ra__refuse(e, RA_E_OVERFLOW, field, "step # overflows 62 bits", step[i]);
+            return ra__refuse_part(e, RA_E_OVERFLOW, field, part[i], "# overflows 62 bits",
+                                   step[i], 0);
     }
     return RA_OK;
 }
@@ -9804,21 +9837,24 @@ RA__INLINE int64_t ra__bias_keys(int64_t keys) {
     return ra__max(0, ra__min(keys, RA_MAX_POSITION));
 }
 
-/* What changes scores is given if and only if the descriptor says so. rows: of queries. */
+/* What changes scores is given if and only if the descriptor says so. */
+RA__INLINE void ra__check_given(ra__checks *x, const ra_desc *d, int32_t flag, int given,
+                                const char *field) {
+    ra__refuse_if(x, given && !(d->scores & flag), RA_E_SHAPE, field,
+                  "is set, but scores lacks RA_SCORE_#", flag);
+    ra__refuse_if(x, !given && (d->scores & flag), RA_E_NULL, field,
+                  "is null, but scores has RA_SCORE_#", flag);
+}
+
+/* rows: of queries. */
 static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, int64_t rows,
                                   ra_error *e) {
     const ra_bias *b = &t->bias;
     const int64_t steps[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
     ra__checks x = { e, RA_OK };
-    ra__refuse_if(&x, !(d->scores & RA_SCORE_ALIBI) != !t->alibi, t->alibi ? RA_E_SHAPE : RA_E_NULL,
-                  "t.alibi", "must be set if and only if scores has RA_SCORE_ALIBI; scores is #",
-                  d->scores);
-    ra__refuse_if(&x, !(d->scores & RA_SCORE_SINKS) != !t->sinks, t->sinks ? RA_E_SHAPE : RA_E_NULL,
-                  "t.sinks", "must be set if and only if scores has RA_SCORE_SINKS; scores is #",
-                  d->scores);
-    ra__refuse_if(&x, !(d->scores & RA_SCORE_BIAS) != !b->data, b->data ? RA_E_SHAPE : RA_E_NULL,
-                  "t.bias", "must be set if and only if scores has RA_SCORE_BIAS; scores is #",
-                  d->scores);
+    ra__check_given(&x, d, RA_SCORE_ALIBI, t->alibi != NULL, "t.alibi");
+    ra__check_given(&x, d, RA_SCORE_SINKS, t->sinks != NULL, "t.sinks");
+    ra__check_given(&x, d, RA_SCORE_BIAS, b->data != NULL, "t.bias");
     ra__refuse_if(&x, b->data && b->keys < 1, RA_E_RANGE, "t.bias.keys", "# is not positive",
                   b->keys);
     ra__refuse_if(&x, b->dtype < 0 || b->dtype > RA_BF16, RA_E_ENUM, "t.bias.dtype",
@@ -9896,7 +9932,8 @@ static ra_status ra__check_position_runs(const ra_desc *d, const ra_positions *p
         return ra__refuse_part(e, RA_E_NULL, field, ".runs", "are null, but count is #", p->count,
                                0);
     if (p->batch_step)
-        return ra__refuse_part(e, RA_E_SHAPE, field, ".batch_step", "# needs an array",
+        return ra__refuse_part(e, RA_E_SHAPE, field, ".batch_step",
+                               "# is for an array of positions: with runs it must be 0",
                                p->batch_step, 0);
     for (int64_t i = 0; i < p->count; i++) {
         const ra_status s = ra__check_run(p->runs, i, 0, 0, top, field, ".runs", e);
@@ -9917,8 +9954,9 @@ static ra_status ra__check_pages(const ra_desc *d, const ra_pages *p, ra_error *
     const int none = !p->table && !p->batch_step && !p->count && !p->first;
     if (none && !d->page_tokens) return RA_OK;
     ra__checks x = { e, RA_OK };
-    ra__refuse_if(&x, !d->page_tokens, RA_E_SHAPE, "t.pages", "must be {0}: d.page_tokens is #", 0);
-    ra__refuse_if(&x, !p->table, RA_E_NULL, "t.pages.table", "is required: d.page_tokens is #",
+    ra__refuse_if(&x, !d->page_tokens, RA_E_SHAPE, "t.pages",
+                  "must be {0} because page_tokens is #", 0);
+    ra__refuse_if(&x, !p->table, RA_E_NULL, "t.pages.table", "is null, but page_tokens is #",
                   d->page_tokens);
     ra__refuse_if(&x, p->batch_step < 0, RA_E_STRIDE, "t.pages.batch_step", "# is negative",
                   p->batch_step);
@@ -9927,7 +9965,7 @@ static ra_status ra__check_pages(const ra_desc *d, const ra_pages *p, ra_error *
     ra__refuse_if(&x, p->count < 1 || p->count > INT32_MAX, RA_E_RANGE, "t.pages.count",
                   "# is not in 1..2^31-1", p->count);
     ra__refuse_pair_if(&x, p->first < 0 || p->first >= d->page_tokens, RA_E_RANGE, "t.pages.first",
-                       "# is not in 0..@, as page_tokens demands", p->first, d->page_tokens - 1);
+                       "# is not in 0..@, a row of a page", p->first, d->page_tokens - 1);
     return x.status;
 }
 
@@ -10009,7 +10047,8 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
     ra__checks x = { e, RA_OK };
     if (!b->data) return RA_OK;
     if (!(d->scores & RA_SCORE_BIAS))
-        return ra__refuse(e, RA_E_SHAPE, "t.d_bias", "needs RA_SCORE_BIAS; scores is #", d->scores);
+        return ra__refuse(e, RA_E_SHAPE, "t.d_bias", "is set, but scores lacks RA_SCORE_#",
+                          RA_SCORE_BIAS);
     if (b->keys < 1)
         return ra__refuse(e, RA_E_RANGE, "t.d_bias.keys", "# is not positive", b->keys);
     x.status = ra__check_steps(steps, counts, 4, "t.d_bias", e);
@@ -10019,7 +10058,7 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
     ra__refuse_if(&x, !b->head_step && d->q_heads > 1 && rows, RA_E_SHAPE, "t.d_bias.head_step",
                   "is 0, which would add up # heads", d->q_heads);
     ra__refuse_if(&x, !b->row_step && !b->key_step, RA_E_SHAPE, "t.d_bias.key_step",
-                  "is #, and so is row_step", 0);
+                  "is #, and so is row_step: set one of them", 0);
     ra__refuse_if(&x, (uintptr_t)b->data % 4 != 0, RA_E_ALIGN, "t.d_bias",
                   "data must be aligned to # bytes", 4);
     ra__refuse_if(&x, b->data == t->bias.data || b->data == t->d_sinks, RA_E_SHAPE, "t.d_bias",
@@ -10040,8 +10079,8 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
         return ra__refuse(e, RA_E_SHAPE, "train", "must be 1 for gradients, is #", d->train);
     if (rows[0] && !t->lse.data) return ra__refuse(e, RA_E_NULL, "t.lse", "is required", 0);
     if (t->d_sinks && !(d->scores & RA_SCORE_SINKS))
-        return ra__refuse(e, RA_E_SHAPE, "t.d_sinks", "needs RA_SCORE_SINKS; scores is #",
-                          d->scores);
+        return ra__refuse(e, RA_E_SHAPE, "t.d_sinks", "is set, but scores lacks RA_SCORE_#",
+                          RA_SCORE_SINKS);
     s = ra__check_bias_out(d, t, rows[0]);
     if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_D_O, &view[0], e);
     if (s) return s;
@@ -10067,29 +10106,38 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
 
 enum { RA__MOST_RANKS = 4096 };
 
-/* Refuses a field that is not in low..high. If low is 1, 0 means that it was not set. */
-RA__NOINLINE ra_status ra__refuse_field(ra_error *e, ra_status status, const char *field,
-                                        int64_t value, int low, int64_t high) {
-    static const char *const text[2][2] = {
-        { "# is not in 0..@", "# is not in 1..@" },
-        { "# is not one of the constants 0..@", "# is not one of the constants 1..@" },
-    };
-    if (!value)
+/* Refuses a number that is not in low..high. If low is 1, 0 means that it was not set. */
+RA__NOINLINE ra_status ra__refuse_number(ra_error *e, const char *field, int64_t value, int low,
+                                         int64_t high) {
+    if (low && !value)
         return ra__refuse_pair(e, RA_E_UNSET, field, "must be set, to a value in 1..@; it was #",
                                0, high);
-    if (high == INT64_MAX) return ra__refuse(e, status, field, "# is negative", value);
-    return ra__refuse_pair(e, status, field, text[status == RA_E_ENUM][low], value, high);
+    if (high == INT64_MAX) return ra__refuse(e, RA_E_RANGE, field, "# is negative", value);
+    return ra__refuse_pair(e, RA_E_RANGE, field, low ? "# is not in 1..@" : "# is not in 0..@",
+                           value, high);
 }
-/* A number (RA_E_RANGE) or a constant (RA_E_ENUM) from `low`, 0 or 1, to `high`. */
 RA__INLINE void ra__number(ra__checks *x, const char *field, int64_t value, int low,
                            int64_t high) {
     if (!x->status && (value < low || value > high))
-        x->status = ra__refuse_field(x->e, RA_E_RANGE, field, value, low, high);
+        x->status = ra__refuse_number(x->e, field, value, low, high);
 }
-RA__INLINE void ra__constant(ra__checks *x, const char *field, int32_t value, int low,
-                             int32_t high) {
+
+/* The same for a constant. name is the text that says one: "RA_MASK_#". */
+RA__NOINLINE ra_status ra__refuse_constant(ra_error *e, const char *field, int32_t value, int low,
+                                           int high, const char *name) {
+    const ra_status s = value ? RA_E_ENUM : RA_E_UNSET;
+    (void)ra__refuse(e, s, field, "must be ", 0);
+    for (int i = low; i <= high; i++) {
+        ra__refuse_more(e, i == low ? "" : i < high ? ", " : " or ", 0, 0);
+        ra__refuse_more(e, name, i, 0);
+    }
+    ra__refuse_more(e, "; it was #", value, 0);
+    return s;
+}
+RA__INLINE void ra__constant(ra__checks *x, const char *field, int32_t value, int low, int high,
+                             const char *name) {
     if (!x->status && (value < low || value > high))
-        x->status = ra__refuse_field(x->e, RA_E_ENUM, field, value, low, high);
+        x->status = ra__refuse_constant(x->e, field, value, low, high, name);
 }
 
 /* A dtype: the sentence names those of this library, because engines have others. */
@@ -10111,7 +10159,10 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     ra__number(&x, "v_dim", d->v_dim, 1, 1024);
     ra__number(&x, "v_in_k", d->v_in_k, 0, 1);
     ra__number(&x, "v_column", d->v_column, 0, 1024);
-    ra__number(&x, "scores", d->scores, 0, RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS);
+    ra__refuse_if(&x, (d->scores & ~(RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS)) != 0,
+                  RA_E_ENUM, "scores",
+                  "must be a sum of RA_SCORE_ALIBI, RA_SCORE_BIAS and RA_SCORE_SINKS, or 0; it "
+                  "was #", d->scores);
     ra__dtype(&x, "q_dtype", d->q_dtype, 1);
     ra__dtype(&x, "k_dtype", d->k_dtype, 1);
     ra__dtype(&x, "v_dtype", d->v_dtype, !d->v_in_k);
@@ -10121,11 +10172,12 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     ra__number(&x, "q_offset", d->q_offset, 0, RA_MAX_POSITION);
     ra__number(&x, "chunk_tokens", d->chunk_tokens, 0, 1 << 24);
     ra__number(&x, "buffers", d->buffers, 0, 64);
-    ra__constant(&x, "form", d->form, 0, RA_FORM_SAME);
-    ra__constant(&x, "order", d->order, 0, RA_ORDER_ROUNDS);
+    ra__constant(&x, "form", d->form, 0, RA_FORM_SAME, "RA_FORM_#");
+    ra__refuse_if(&x, d->order < 0 || d->order > RA_ORDER_ROUNDS, RA_E_ENUM, "order",
+                  "must be 0 or RA_ORDER_ROUNDS; it was #", d->order);
     ra__number(&x, "threads", d->threads, 0, 4096);
     ra__number(&x, "page_tokens", d->page_tokens, 0, 1 << 24);
-    ra__constant(&x, "mask.kind", m->kind, 1, RA_MASK_INTERVALS);
+    ra__constant(&x, "mask.kind", m->kind, 1, RA_MASK_INTERVALS, "RA_MASK_#");
     ra__number(&x, "mask.causal_block", m->causal_block, 0, 1 << 30);
     ra__number(&x, "mask.window", m->window, 0, RA_MAX_POSITION);
     ra__number(&x, "mask.right_limit", m->right_limit, 0, RA_MAX_POSITION);
@@ -10133,13 +10185,15 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     ra__number(&x, "mask.keep", m->keep, 0, RA_MAX_POSITION);
     ra__number(&x, "mask.doc_count", m->doc_count, 0, RA_MAX_POSITION);
     ra__number(&x, "mask.interval_count", m->interval_count, 0, RA_MAX_POSITION);
-    ra__constant(&x, "layout.kind", d->layout.kind, d->ranks > 1, RA_LAYOUT_ARRAY);
-    ra__constant(&x, "train", d->train, 0, 1);
-    ra__constant(&x, "grad_dtype", d->grad_dtype, 0, RA_BF16);
-    ra__constant(&x, "grad_return", d->grad_return, 0, RA_RETURN_RING);
-    ra__constant(&x, "backward_travel", d->backward_travel, 0, RA_TRAVEL_Q);
-    ra__constant(&x, "isa", d->isa, 0, RA_ISA_NEON);
-    ra__number(&x, "rank", d->rank, 0, ra__max(d->ranks, 1) - 1);
+    ra__constant(&x, "layout.kind", d->layout.kind, d->ranks > 1, RA_LAYOUT_ARRAY, "RA_LAYOUT_#");
+    ra__number(&x, "train", d->train, 0, 1);
+    ra__constant(&x, "grad_dtype", d->grad_dtype, 0, RA_BF16, "RA_#");
+    ra__constant(&x, "grad_return", d->grad_return, 0, RA_RETURN_RING, "RA_RETURN_#");
+    ra__constant(&x, "backward_travel", d->backward_travel, 0, RA_TRAVEL_Q, "RA_TRAVEL_#");
+    ra__constant(&x, "isa", d->isa, 0, RA_ISA_NEON, "RA_ISA_#");
+    ra__refuse_pair_if(&x, d->rank < 0 || d->rank >= ra__max(d->ranks, 1), RA_E_RANGE, "rank",
+                       "must be 0 or more and below ranks, which is @; it was #", d->rank,
+                       ra__max(d->ranks, 1));
     return x.status;
 }
 
@@ -10173,10 +10227,10 @@ static ra_status ra__check_blocks(const ra_desc *d, ra_error *e) {
     static const char *const name[3] = { "k_dim", "v_dim", "v_column" };
     if (d->q_dtype == RA_Q8_0 || d->o_dtype == RA_Q8_0)
         return ra__refuse(e, RA_E_UNSUPPORTED, d->q_dtype == RA_Q8_0 ? "q_dtype" : "o_dtype",
-                          "# is RA_Q8_0, which serves K and V only", RA_Q8_0);
+                          "is RA_#, which is for K and V only", RA_Q8_0);
     if (d->train && (k || v))
         return ra__refuse(e, RA_E_UNSUPPORTED, k ? "k_dtype" : "v_dtype",
-                          "# is RA_Q8_0, which has no gradients", RA_Q8_0);
+                          "is RA_#, which has no gradients", RA_Q8_0);
     for (int i = 0; i < 3; i++)
         if (dims[i] % 32)
             return ra__refuse(e, i < 2 ? RA_E_SHAPE : RA_E_ALIGN, name[i],
@@ -10220,25 +10274,28 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
     ra__refuse_if(&x, d->page_tokens % RA__PAGE != 0, RA_E_RANGE, "page_tokens",
                   "# is not a multiple of 16", d->page_tokens);
     ra__refuse_if(&x, d->page_tokens && d->train, RA_E_UNSUPPORTED, "page_tokens",
-                  "# has no gradients: train must be 0", d->page_tokens);
-    ra__refuse_if(&x, d->form && d->train, RA_E_SHAPE, "form", "# needs train = 0", d->form);
+                  "must be 0 with train = 1, is #: pages have no gradients", d->page_tokens);
+    ra__refuse_if(&x, d->form && d->train, RA_E_SHAPE, "form", "RA_FORM_# needs train = 0",
+                  d->form);
     ra__refuse_if(&x, !d->train && d->backward_travel, RA_E_SHAPE, "backward_travel",
-                  "# needs train = 1", d->backward_travel);
+                  "RA_TRAVEL_# needs train = 1", d->backward_travel);
     ra__refuse_if(&x, q_travels && !ra__q_may_travel(d), RA_E_UNSUPPORTED, "backward_travel",
-                  "# (RA_TRAVEL_Q) does not work with a bias or RA_LAYOUT_ARRAY",
+                  "RA_TRAVEL_# does not work with RA_SCORE_BIAS or RA_LAYOUT_ARRAY",
                   d->backward_travel);
-    ra__refuse_if(&x, !d->train && d->grad_return, RA_E_SHAPE, "grad_return", "# needs train = 1",
-                  d->grad_return);
+    ra__refuse_if(&x, !d->train && d->grad_return, RA_E_SHAPE, "grad_return",
+                  "RA_RETURN_# needs train = 1", d->grad_return);
     ra__refuse_if(&x, d->order && d->order != RA_ORDER_ROUNDS, RA_E_UNSUPPORTED, "order",
-                  "# follows from layout and mask: leave it 0, or take RA_ORDER_ROUNDS", d->order);
+                  "RA_ORDER_# follows from layout and mask: leave it 0, or take RA_ORDER_ROUNDS",
+                  d->order);
     ra__refuse_if(&x, d->order && d->buffers == 1 && d->ranks > 1, RA_E_SHAPE, "buffers",
                   "# is less than 2, which RA_ORDER_ROUNDS needs", d->buffers);
-    ra__refuse_if(&x, !d->train && d->grad_dtype, RA_E_SHAPE, "grad_dtype", "# needs train = 1",
-                  d->grad_dtype);
+    ra__refuse_if(&x, !d->train && d->grad_dtype, RA_E_SHAPE, "grad_dtype",
+                  "RA_# needs train = 1", d->grad_dtype);
     ra__refuse_if(&x, !d->train && d->dropout > 0.0f, RA_E_SHAPE, "dropout",
                   "needs train = 1; train is #", d->train);
-    ra__refuse_if(&x, d->v_in_k && d->v_dtype && d->v_dtype != d->k_dtype, RA_E_SHAPE, "v_dtype",
-                  "# differs from k_dtype although v_in_k is 1", d->v_dtype);
+    ra__refuse_pair_if(&x, d->v_in_k && d->v_dtype && d->v_dtype != d->k_dtype, RA_E_SHAPE,
+                       "v_dtype", "must be 0 or k_dtype, RA_@, because v_in_k is 1; it was RA_#",
+                       d->v_dtype, d->k_dtype);
     return x.status;
 }
 
@@ -10246,7 +10303,7 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
 static ra_status ra__check_form(const ra_desc *d) {
     if (!d->form) return RA_OK;
     return ra__refuse(d->error, RA_E_UNSUPPORTED, "form",
-                      "# (RA_FORM_SAME) serves ra_attention and caches alone", d->form);
+                      "RA_FORM_# is for ra_attention and caches only: leave it 0", d->form);
 }
 
 /* Fields of a mask that contradict each other; follows no pointer. */
@@ -10255,18 +10312,20 @@ static ra_status ra__check_mask(const ra_desc *d, ra_error *e) {
     int intervals = m->kind == RA_MASK_INTERVALS;
     const char *alone = "is #; it must be 0 with RA_MASK_INTERVALS";
     ra__checks x = { e, RA_OK };
-    ra__refuse_if(&x, m->causal_block > 1 && m->kind != RA_MASK_CAUSAL, RA_E_SHAPE,
-                  "mask.causal_block", "# needs RA_MASK_CAUSAL", m->causal_block);
-    ra__refuse_if(&x, m->right_limit && m->kind != RA_MASK_NONE, RA_E_SHAPE, "mask.right_limit",
-                  "# needs RA_MASK_NONE", m->right_limit);
+    ra__refuse_pair_if(&x, m->causal_block > 1 && m->kind != RA_MASK_CAUSAL, RA_E_SHAPE,
+                       "mask.causal_block", "# needs RA_MASK_CAUSAL, not RA_MASK_@",
+                       m->causal_block, m->kind);
+    ra__refuse_pair_if(&x, m->right_limit && m->kind != RA_MASK_NONE, RA_E_SHAPE,
+                       "mask.right_limit", "# needs RA_MASK_NONE, not RA_MASK_@", m->right_limit,
+                       m->kind);
     ra__refuse_if(&x, intervals && m->window, RA_E_SHAPE, "mask.window", alone, m->window);
     ra__refuse_if(&x, intervals && m->prefix, RA_E_SHAPE, "mask.prefix", alone, m->prefix);
     ra__refuse_if(&x, intervals && m->keep, RA_E_SHAPE, "mask.keep", alone, m->keep);
     ra__refuse_if(&x, intervals && m->doc_count, RA_E_SHAPE, "mask.doc_count", alone, m->doc_count);
-    ra__refuse_if(&x, !intervals && m->interval_count, RA_E_SHAPE, "mask.interval_count",
-                  "# needs RA_MASK_INTERVALS", m->interval_count);
+    ra__refuse_pair_if(&x, !intervals && m->interval_count, RA_E_SHAPE, "mask.interval_count",
+                       "# needs RA_MASK_INTERVALS, not RA_MASK_@", m->interval_count, m->kind);
     ra__refuse_if(&x, !intervals && (m->lo || m->hi), RA_E_SHAPE, m->lo ? "mask.lo" : "mask.hi",
-                  "needs RA_MASK_INTERVALS, not kind #", m->kind);
+                  "needs RA_MASK_INTERVALS, not RA_MASK_#", m->kind);
     ra__refuse_if(&x, intervals && (!m->lo || !m->hi), RA_E_NULL, m->lo ? "mask.hi" : "mask.lo",
                   "is null, but RA_MASK_INTERVALS needs it", 0);
     ra__refuse_if(&x, m->doc_count && !m->doc_first, RA_E_NULL, "mask.doc_first",
@@ -10301,11 +10360,11 @@ static ra_status ra__check_documents(const ra_mask *m, ra_error *e) {
 static ra_status ra__check_lengths(const ra_desc *d, ra_error *e) {
     for (int32_t b = 0; d->tokens_of && b < d->sequences; b++)
         if (d->tokens_of[b] < 0 || d->tokens_of[b] > d->tokens)
-            return ra__refuse_pair(e, RA_E_RANGE, "tokens_of", "# is not in 0..@, tokens",
+            return ra__refuse_pair(e, RA_E_RANGE, "tokens_of", "# is not in 0..@ (tokens)",
                                    d->tokens_of[b], d->tokens);
     for (int32_t b = 0; d->kv_tokens_of && b < d->sequences; b++)
         if (d->kv_tokens_of[b] < 0 || d->kv_tokens_of[b] > ra__k_most(d))
-            return ra__refuse_pair(e, RA_E_RANGE, "kv_tokens_of", "# is not in 0..@, kv_tokens",
+            return ra__refuse_pair(e, RA_E_RANGE, "kv_tokens_of", "# is not in 0..@ (kv_tokens)",
                                    d->kv_tokens_of[b], ra__k_most(d));
     return RA_OK;
 }
@@ -10319,12 +10378,13 @@ static ra_status ra__check_layout(const ra_desc *d, ra_error *e) {
                       : l->k_runs      ? "layout.k_runs" : "layout.k_run_count";
     ra__checks x = { e, RA_OK };
     ra__refuse_if(&x, l->weights && l->kind != RA_LAYOUT_CONTIGUOUS && l->kind != RA_LAYOUT_ZIGZAG,
-                  RA_E_SHAPE, "layout.weights", "need CONTIGUOUS or ZIGZAG, not kind #", l->kind);
+                  RA_E_SHAPE, "layout.weights",
+                  "need RA_LAYOUT_CONTIGUOUS or RA_LAYOUT_ZIGZAG, not RA_LAYOUT_#", l->kind);
     ra__refuse_if(&x, !runs && (l->q_runs || l->q_run_count || l->k_runs || l->k_run_count),
-                  RA_E_SHAPE, run, "needs RA_LAYOUT_RUNS, not kind #", l->kind);
+                  RA_E_SHAPE, run, "needs RA_LAYOUT_RUNS, not RA_LAYOUT_#", l->kind);
     ra__refuse_if(&x, !array && (l->q_rows || l->k_rows), RA_E_SHAPE,
                   l->q_rows ? "layout.q_rows" : "layout.k_rows",
-                  "needs RA_LAYOUT_ARRAY, not kind #", l->kind);
+                  "needs RA_LAYOUT_ARRAY, not RA_LAYOUT_#", l->kind);
     ra__refuse_if(&x, runs && !l->q_run_count, RA_E_NULL, "layout.q_run_count",
                   "is null, but RA_LAYOUT_RUNS needs it", 0);
     ra__refuse_if(&x, runs && !l->q_runs, RA_E_NULL, "layout.q_runs",
@@ -10641,7 +10701,9 @@ static ra_status ra__resolve_local(const ra_desc *d, ra_desc *out) {
     if (!s) s = ra__check_mask(d, e);
     if (!s) s = ra__check_layout(d, e);
     if (!s && !ra_isa_available(d->isa))
-        s = ra__refuse(e, RA_E_ISA, "isa", "# is not available on this machine", d->isa);
+        s = ra__refuse_pair(e, RA_E_ISA, "isa",
+                            "RA_ISA_# is not available on this machine; the fastest is RA_ISA_@",
+                            d->isa, ra_isa_best());
     if (s) return s;
     ra__defaults(out);
     s = ra__check_documents(&out->mask, e);
@@ -12108,12 +12170,15 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     ra_error *e = d ? d->error : NULL;
     ra_status s;
     if (d && d->ranks > 1)
-        return ra__refuse(e, RA_E_SHAPE, "ranks", "# must be 0 or 1 on one rank", d->ranks);
+        return ra__refuse(e, RA_E_SHAPE, "ranks",
+                          "must be 0 or 1, is #: this call works on one rank, a ring on several",
+                          d->ranks);
     s = ra__resolve_local(d, &c->d);
     if (s) return s;
     if (c->d.layout.kind > RA_LAYOUT_STRIPED)
         return ra__refuse(e, RA_E_UNSUPPORTED, "layout.kind",
-                          "# is not for one rank: pass positions with the call", c->d.layout.kind);
+                          "RA_LAYOUT_# is for rings: leave it 0 and pass t.q_pos and t.k_pos",
+                          c->d.layout.kind);
     memset(&c->w, 0, sizeof c->w);
     c->pairs = 0;
     c->w.d = &c->d;
@@ -12122,7 +12187,9 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     c->rows[0] = ra__longest(&c->d, 0);
     c->rows[1] = ra__longest(&c->d, 1);
     if (!t) return RA_OK;
-    if (c->d.engine) return ra__refuse(e, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
+    if (c->d.engine)
+        return ra__refuse(e, RA_E_UNSUPPORTED, "engine", "must be null: engines serve rings only",
+                          0);
     if (!d->kv_tokens && !d->kv_tokens_of && ra__positions_set(&t->q_pos) &&
         !ra__positions_set(&t->k_pos))
         return ra__refuse(e, RA_E_UNSET, "kv_tokens",
@@ -13106,7 +13173,9 @@ static ra_status ra__check_who(ra__thread who, ra_error *e) {
     if (who.nth < 1 || who.nth > 4096)
         return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", who.nth);
     if (who.ith < 0 || who.ith >= who.nth)
-        return ra__refuse_pair(e, RA_E_RANGE, "ith", "# is not in 0..@", who.ith, who.nth - 1);
+        return ra__refuse_pair(e, RA_E_RANGE, "ith",
+                               "must be 0 or more and below nth, which is @; it was #", who.ith,
+                               who.nth);
     return RA_OK;
 }
 
@@ -13122,12 +13191,14 @@ static size_t ra__workspace_bytes(int64_t shared, int64_t need, int nth, ra_erro
 /* Points *base at the first multiple of 64 in such a workspace, or refuses. */
 static ra_status ra__check_workspace(void *workspace, size_t bytes, int64_t shared, int64_t need,
                                      int nth, ra_error *e, uint8_t **base) {
+    const size_t given = bytes;
     *base = ra__workspace_align(workspace, &bytes);
     if (bytes >= (size_t)shared && (int64_t)((bytes - (size_t)shared) / (size_t)nth) >= need)
         return RA_OK;
     bytes = ra__workspace_bytes(shared, need, nth, e);
-    return bytes ? ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes", (int64_t)bytes)
-                 : RA_E_OVERFLOW;
+    if (!bytes) return RA_E_OVERFLOW;
+    return ra__refuse_pair(e, RA_E_WORKSPACE, "workspace", "has @ bytes, but this call needs #",
+                           (int64_t)bytes, (int64_t)given);
 }
 
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth) {
@@ -13172,7 +13243,8 @@ static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes,
     if (s) return s;
     if (!workspace) {
         if (who.nth > 1)
-            return ra__refuse(e, RA_E_NULL, "workspace", "is required for # threads", who.nth);
+            return ra__refuse(e, RA_E_NULL, "workspace",
+                              "is null, but # threads need one: see ra_attention_bytes", who.nth);
         need = decode ? ra__decode_bytes_of(&c->d, 1, ra__decode_rows_of(c))
                       : ra__scratch_bytes(&c->d, 1);
         if (need > RA__STACK_BYTES)
@@ -13361,7 +13433,8 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
     if (status) return status;
     if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     if ((c.d.scores & RA_SCORE_SINKS) && !t->sinks)
-        return ra__refuse(d->error, RA_E_NULL, "t.sinks", "is required: scores is #", c.d.scores);
+        return ra__refuse(d->error, RA_E_NULL, "t.sinks", "is null, but scores has RA_SCORE_#",
+                          RA_SCORE_SINKS);
     c.w.t = t;
     status = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
     if (status) return status;
@@ -16459,7 +16532,7 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     if (!s) s = ra__check_intervals(&full, d->error);
     if (!s && full.page_tokens)
         s = ra__refuse(d->error, RA_E_UNSUPPORTED, "page_tokens",
-                       "# is not for rings: see ra_cache_create", full.page_tokens);
+                       "must be 0, is #: pages are for ra_attention and caches", full.page_tokens);
     if (!s) s = ra__check_form(&full);
     if (s) return s;
     if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
@@ -16599,20 +16672,19 @@ static ra_status ra__tp_check_numbers(const ra_transport *t, ra_error *e) {
     ra__refuse_if(&x, (t->caps & ~(uint32_t)RA__TP_CAPS) != 0, RA_E_ENUM, "transport.caps",
                   "has bits that are not RA_CAP_*: #", (int64_t)t->caps);
     ra__refuse_if(&x, t->channels > 64, RA_E_RANGE, "transport.channels",
-                  "must be 0 (1) to 64, is #", (int64_t)t->channels);
+                  "must be at most 64, is #", (int64_t)t->channels);
     ra__refuse_if(&x, t->tag_bits > 64, RA_E_RANGE, "transport.tag_bits",
-                  "must be 0 (15) to 64, is #", (int64_t)t->tag_bits);
+                  "must be at most 64, is #", (int64_t)t->tag_bits);
     ra__refuse_if(&x, t->max_ops == 1, RA_E_RANGE, "transport.max_ops",
-                  "must be 0 (2) or at least 2, for a send and a receive; is #", 1);
+                  "must be at least 2, for a send and a receive (0 means 2); it is #", 1);
     ra__refuse_if(&x, t->align > 4096 || (t->align & (t->align - 1)), RA_E_RANGE, "transport.align",
-                  "must be 0 (64) or a power of two up to 4096, is #", (int64_t)t->align);
+                  "must be 0 or a power of two up to 4096, is #", (int64_t)t->align);
     return x.status;
 }
 
 /* Checks callbacks and properties that need another one. */
 static ra_status ra__tp_check_callbacks(const ra_transport *t, ra_error *e) {
     const int shared = (t->caps & RA_CAP_SHARED) != 0;
-    const int64_t caps = (int64_t)t->caps;
     ra__checks x = { e, RA_OK };
     ra__refuse_if(&x, !t->sendrecv && !t->post, RA_E_TRANSPORT, "transport.sendrecv",
                   "is null and so is post: set one of them", 0);
@@ -16621,15 +16693,15 @@ static ra_status ra__tp_check_callbacks(const ra_transport *t, ra_error *e) {
     ra__refuse_if(&x, t->reg && !t->dereg, RA_E_TRANSPORT, "transport.dereg",
                   "is null, but reg needs it", 0);
     ra__refuse_if(&x, (t->caps & RA_CAP_LOAN) && !t->release, RA_E_TRANSPORT, "transport.release",
-                  "is null, but caps (#) has RA_CAP_LOAN", caps);
+                  "is null, but caps has RA_CAP_LOAN", 0);
     ra__refuse_if(&x, shared && !t->post, RA_E_TRANSPORT, "transport.post",
-                  "is null, but caps (#) has RA_CAP_SHARED", caps);
+                  "is null, but caps has RA_CAP_SHARED", 0);
     ra__refuse_if(&x, shared && !t->quiesce, RA_E_TRANSPORT, "transport.quiesce",
-                  "is null, but caps (#) has RA_CAP_SHARED", caps);
+                  "is null, but caps has RA_CAP_SHARED", 0);
     ra__refuse_if(&x, shared && !(t->caps & RA_CAP_ANY_PEER), RA_E_TRANSPORT, "transport.caps",
-                  "is #: RA_CAP_SHARED needs RA_CAP_ANY_PEER", caps);
+                  "has RA_CAP_SHARED, but lacks RA_CAP_ANY_PEER", 0);
     ra__refuse_if(&x, shared && t->channels < 2, RA_E_TRANSPORT, "transport.channels",
-                  "is # (0: 1): RA_CAP_SHARED needs at least 2", (int64_t)t->channels);
+                  "is # (0 means 1), but RA_CAP_SHARED needs at least 2", (int64_t)t->channels);
     return x.status;
 }
 
@@ -16647,7 +16719,7 @@ static ra_status ra__tp_check_plan(const ra_transport *t, int32_t rank, int32_t 
                        "is #, but this is rank @", t->rank, rank);
     ra__refuse_pair_if(&x, (t->caps & RA_CAP_SHARED) && (int64_t)t->max_ops < most_ops,
                        RA_E_TRANSPORT, "transport.max_ops",
-                       "is # (0: 2): RA_CAP_SHARED needs at least @, 2 per rank and 2 more",
+                       "is # (0 means 2): RA_CAP_SHARED needs at least @, 2 per rank and 2 more",
                        (int64_t)t->max_ops, most_ops);
     ra__refuse_pair_if(&x, ranks > 1 && chunk_bytes > 0 && (uint64_t)chunk_bytes > max_msg,
                        RA_E_TRANSPORT, "transport.max_msg",
@@ -16660,7 +16732,7 @@ static ra_status ra__tp_check(const ra_transport *t, int32_t rank, int32_t ranks
                               int64_t chunk_bytes, ra_error *e) {
     if (!t && ranks == 1) return RA_OK;
     if (!t)
-        return ra__refuse(e, RA_E_NULL, "transport", "is null, but the plan has # ranks", ranks);
+        return ra__refuse(e, RA_E_NULL, "transport", "is null, but ranks is #", ranks);
     ra_status s = ra__tp_check_numbers(t, e);
     if (!s) s = ra__tp_check_callbacks(t, e);
     return s ? s : ra__tp_check_plan(t, rank, ranks, chunk_bytes, e);
@@ -16672,12 +16744,12 @@ static ra_status ra__tp_check_back(const ra_transport *t, const ra_plan *p, ra_e
     ra__checks x = { e, RA_OK };
     if (!p->d.train || p->d.ranks < 2) return RA_OK;
     ra__refuse_if(&x, t->post && t->channels < 2, RA_E_TRANSPORT, "transport.channels",
-                  "is # (0: 1); backward passes need at least 2", (int64_t)t->channels);
+                  "is # (0 means 1); backward passes need at least 2", (int64_t)t->channels);
     ra__refuse_if(&x, t->post && t->max_ops < 3, RA_E_TRANSPORT, "transport.max_ops",
-                  "is # (0: 2); backward passes need at least 3", (int64_t)t->max_ops);
+                  "is # (0 means 2); backward passes need at least 3", (int64_t)t->max_ops);
     ra__refuse_if(&x, direct && !(t->caps & RA_CAP_ANY_PEER), RA_E_TRANSPORT, "transport.caps",
-                  "# lacks RA_CAP_ANY_PEER: set grad_return of the plan to RA_RETURN_RING",
-                  (int64_t)t->caps);
+                  "lacks RA_CAP_ANY_PEER, which grad_return = RA_RETURN_DIRECT (0) needs: "
+                  "RA_RETURN_RING does not", 0);
     return x.status;
 }
 
@@ -19435,9 +19507,9 @@ static ra_status ra__begin_check_job(ra_ring *r, const ra_job *job) {
     ra__checks x = { e, RA_OK };
     ra__refuse_if(&x, !job->tensors, RA_E_NULL, "job.tensors", "is required", 0);
     ra__number(&x, "job.deadline_ns", job->deadline_ns, 0, INT64_MAX);
-    ra__constant(&x, "job.pass", job->pass, 0, RA_PASS_BACKWARD);
+    ra__constant(&x, "job.pass", job->pass, 0, RA_PASS_BACKWARD, "RA_PASS_#");
     ra__refuse_if(&x, back && !p->d.train, RA_E_SHAPE, "job.pass",
-                  "backward needs train = 1, not #", p->d.train);
+                  "RA_PASS_# needs a plan with train = 1", p->d.train);
     ra__refuse_if(&x, s != RA_OK, s, "ring", "has failed in its pass #: create a new one", r->pass);
     ra__refuse_if(&x, ra__load_i32(&r->crew.state) != RA_RING_IDLE, RA_E_BUSY, "ring",
                   "is still in its pass #", r->pass);
@@ -19473,9 +19545,9 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
     }
     ra__checks x = { e, RA_OK };
     ra__refuse_if(&x, ra__positions_set(&t->q_pos), RA_E_POSITIONS, "t.q_pos",
-                  "must be {0}: layout.kind is #", p->d.layout.kind);
+                  "must be {0}: it needs RA_LAYOUT_ARRAY, not RA_LAYOUT_#", p->d.layout.kind);
     ra__refuse_if(&x, ra__positions_set(&t->k_pos), RA_E_POSITIONS, "t.k_pos",
-                  "must be {0}: layout.kind is #", p->d.layout.kind);
+                  "must be {0}: it needs RA_LAYOUT_ARRAY, not RA_LAYOUT_#", p->d.layout.kind);
     return x.status;
 }
 
@@ -19622,8 +19694,8 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
 RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
     if (!ring) return RA_E_NULL;
     if (job && job->ticket)
-        return ra__refuse(&ring->refusal, RA_E_SHAPE, "job.ticket", "# is for ra_join only",
-                          (int64_t)job->ticket);
+        return ra__refuse(&ring->refusal, RA_E_SHAPE, "job.ticket",
+                          "must be 0, is #: tickets are for ra_join", (int64_t)job->ticket);
     int32_t inside = ra__add_i32(&ring->crew.inside, 0);
     if (inside)
         return ra__refuse(&ring->refusal, RA_E_BUSY, "ring.threads",
@@ -19649,7 +19721,7 @@ RINGATTN_API ra_status ra_step(ra_ring *ring, int ith) {
     if (ra__load_i32(&ring->crew.state) == RA_RING_IDLE)
         s = ra__load_i64(&ring->counters.pass)
                 ? RA_OK
-                : ra__refuse(&ring->refusal, RA_E_STATE, "ring.pass", "is 0: none has begun", 0);
+                : ra__refuse(&ring->refusal, RA_E_STATE, "ring.pass", "is 0: no pass has begun", 0);
     else if (ith < 0)
         s = ra__refuse(&ring->refusal, RA_E_RANGE, "ith", "# is negative", ith);
     else
@@ -20763,12 +20835,12 @@ static ra_status ra__resume_check_transport(const ra_ring *r, const ra_resume_de
     ra__refuse_if(&x, !t->post, RA_E_TRANSPORT, "transport.post", "is null, but ra_resume needs it",
                   0);
     ra__refuse_if(&x, rd->ranks > 2 && !(t->caps & RA_CAP_ANY_PEER), RA_E_TRANSPORT,
-                  "transport.caps", "# lacks RA_CAP_ANY_PEER, which ra_resume needs",
-                  (int64_t)t->caps);
+                  "transport.caps",
+                  "lacks RA_CAP_ANY_PEER, which ra_resume needs for more than 2 ranks", 0);
     ra__refuse_if(&x, t->channels < 2, RA_E_TRANSPORT, "transport.channels",
-                  "is # (0: 1); ra_resume needs 2", (int64_t)t->channels);
+                  "is # (0 means 1); ra_resume needs 2", (int64_t)t->channels);
     ra__refuse_pair_if(&x, (int64_t)t->max_ops < 2 * (int64_t)rd->ranks, RA_E_TRANSPORT,
-                       "transport.max_ops", "is # (0: 2); ra_resume needs @, 2 per rank",
+                       "transport.max_ops", "is # (0 means 2); ra_resume needs @, 2 per rank",
                        (int64_t)t->max_ops, 2 * (int64_t)rd->ranks);
     return x.status;
 }
@@ -20783,8 +20855,8 @@ static ra_status ra__resume_check_ring(const ra_ring *r, const ra_resume_desc *r
                   "resume.epoch",
                   "must be above that of the last attempt, and at most 4194303; is #", rd->epoch);
     ra__number(&x, "resume.tensors_kept", rd->tensors_kept, 0, 1);
-    ra__refuse_if(&x, r->ranks == 1, RA_E_UNSUPPORTED, "ring", "has # rank: begin the pass anew",
-                  1);
+    ra__refuse_if(&x, r->ranks == 1, RA_E_UNSUPPORTED, "ring",
+                  "has one rank: begin the pass anew", 0);
     return x.status;
 }
 
@@ -21443,44 +21515,50 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
 static ra_status ra__cache_check_desc(const ra_desc *d, ra_error *e) {
     ra__checks x = { e, RA_OK };
     ra__refuse_if(&x, d->kv_tokens < 1, RA_E_UNSET, "kv_tokens",
-                  "the most positions of a sequence are required, is #", d->kv_tokens);
+                  "must be set to the most positions of a sequence; it was #", d->kv_tokens);
     ra__refuse_if(&x, d->q_offset != 0, RA_E_SHAPE, "q_offset",
                   "must be 0, is #: each call brings its counts", d->q_offset);
     ra__refuse_if(&x, d->tokens_of || d->kv_tokens_of, RA_E_SHAPE,
                   d->tokens_of ? "tokens_of" : "kv_tokens_of",
                   "must be null: each call brings the lengths of its # sequences", d->sequences);
-    ra__refuse_if(&x, d->layout.kind != 0, RA_E_SHAPE, "layout.kind", "must be 0, is #",
-                  d->layout.kind);
+    ra__refuse_if(&x, d->layout.kind != 0, RA_E_SHAPE, "layout.kind",
+                  "must be 0, is RA_LAYOUT_#: lanes are the layout of a cache", d->layout.kind);
     ra__refuse_if(&x, d->mask.kind == RA_MASK_INTERVALS, RA_E_UNSUPPORTED, "mask.kind",
-                  "# (INTERVALS) is not supported with a cache", d->mask.kind);
+                  "must be RA_MASK_NONE or RA_MASK_CAUSAL with a cache, is RA_MASK_#",
+                  d->mask.kind);
     ra__refuse_if(&x, d->mask.doc_count != 0, RA_E_UNSUPPORTED, "mask.doc_count",
                   "must be 0 with a cache, is #", d->mask.doc_count);
     ra__refuse_if(&x, (d->scores & RA_SCORE_BIAS) != 0, RA_E_UNSUPPORTED, "scores",
-                  "# has RA_SCORE_BIAS", d->scores);
-    ra__refuse_if(&x, d->train != 0, RA_E_UNSUPPORTED, "train", "must be 0, is #", d->train);
-    ra__refuse_if(&x, d->dropout > 0.0f, RA_E_UNSUPPORTED, "dropout", "is for training: must be 0",
-                  0);
-    ra__refuse_if(&x, d->engine != NULL, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
-    ra__refuse_if(&x, d->order != 0, RA_E_UNSUPPORTED, "order", "# is for rings: must be 0",
-                  d->order);
+                  "must be without RA_SCORE_# with a cache", RA_SCORE_BIAS);
+    ra__refuse_if(&x, d->train != 0, RA_E_UNSUPPORTED, "train", "must be 0 with a cache, is #",
+                  d->train);
+    ra__refuse_if(&x, d->dropout > 0.0f, RA_E_UNSUPPORTED, "dropout",
+                  "must be 0 with a cache: it is for training", 0);
+    ra__refuse_if(&x, d->engine != NULL, RA_E_UNSUPPORTED, "engine",
+                  "must be null: engines serve rings only", 0);
+    ra__refuse_if(&x, d->order != 0, RA_E_UNSUPPORTED, "order",
+                  "must be 0 with a cache, is RA_ORDER_#", d->order);
     return x.status;
 }
 
 static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd, ra_error *e) {
     const int32_t ranks = d->ranks ? d->ranks : 1;
     ra__checks x = { e, RA_OK };
-    ra__constant(&x, "cache.queries", cd->queries, 0, RA_QUERIES_ALL);
-    ra__constant(&x, "cache.travel", cd->travel, 0, RA_INFER_MERGE);
+    ra__constant(&x, "cache.queries", cd->queries, 0, RA_QUERIES_ALL, "RA_QUERIES_#");
+    ra__constant(&x, "cache.travel", cd->travel, 0, RA_INFER_MERGE, "RA_INFER_#");
     ra__refuse_pair_if(&x, cd->lanes && (cd->lanes < ranks || cd->lanes > RA__MOST_LANES),
-                       RA_E_RANGE, "cache.lanes", "# is not 0 or in @..1024", cd->lanes, ranks);
+                       RA_E_RANGE, "cache.lanes",
+                       "must be 0 or at least ranks, which is @, and at most 1024; it was #",
+                       cd->lanes, ranks);
     ra__refuse_if(&x, ranks > RA__MOST_LANES, RA_E_RANGE, "ranks",
                   "# are more than 1024, the most lanes", ranks);
     ra__number(&x, "cache.new_tokens", cd->new_tokens, 0, INT64_MAX);
     ra__number(&x, "cache.watchdog_ns", cd->watchdog_ns, 0, INT64_MAX);
     ra__number(&x, "cache.quiesce_ns", cd->quiesce_ns, 0, INT64_MAX);
-    ra__refuse_if(&x, cd->queries == RA_QUERIES_ALL && cd->travel == RA_INFER_PASS_KV && ranks > 1,
-                  RA_E_SHAPE, "cache.travel",
-                  "# needs RA_QUERIES_OWN: every rank would compute every row", cd->travel);
+    ra__refuse_pair_if(&x, cd->queries == RA_QUERIES_ALL && cd->travel == RA_INFER_PASS_KV &&
+                       ranks > 1, RA_E_SHAPE, "cache.travel",
+                       "RA_INFER_# needs cache.queries = RA_QUERIES_OWN; with RA_QUERIES_@ every "
+                       "rank would compute every row", cd->travel, cd->queries);
     ra__refuse_if(&x, cd->workspace && !cd->workspace_bytes, RA_E_WORKSPACE,
                   "cache.workspace_bytes", "must be set with a workspace, is #", 0);
     ra__refuse_if(&x, (uintptr_t)cd->workspace % 64 != 0, RA_E_ALIGN, "cache.workspace",
@@ -21634,8 +21712,7 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     c.space = c.shared ? ra__address_space() : 0;
     if (c.ranks > 2 && !(net->caps & RA_CAP_ANY_PEER))
         return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
-                          "# lacks RA_CAP_ANY_PEER: ranks of a cache talk to all others",
-                          (int64_t)net->caps);
+                          "lacks RA_CAP_ANY_PEER: ranks of a cache send to all others", 0);
     align = ra__max(64, (int64_t)c.tp.align);
     c.tp.align = (size_t)align;
     need = ra__cache_bytes(&c, e);
@@ -21681,10 +21758,10 @@ static ra_status ra__cache_check_counts(ra_cache *c, const int64_t *cached, cons
     if (!fresh) return ra__refuse(&c->why, RA_E_NULL, "fresh", "is required", 0);
     for (int32_t b = 0; b < c->d.sequences; b++) {
         if (cached[b] < 0 || cached[b] > c->d.kv_tokens)
-            return ra__refuse_pair(&c->why, RA_E_RANGE, "cached", "# is not in 0..@, kv_tokens",
+            return ra__refuse_pair(&c->why, RA_E_RANGE, "cached", "# is not in 0..@ (kv_tokens)",
                                    cached[b], c->d.kv_tokens);
         if (fresh[b] < 0 || fresh[b] > c->d.tokens)
-            return ra__refuse_pair(&c->why, RA_E_RANGE, "fresh", "# is not in 0..@, tokens",
+            return ra__refuse_pair(&c->why, RA_E_RANGE, "fresh", "# is not in 0..@ (tokens)",
                                    fresh[b], c->d.tokens);
         if (cached[b] + fresh[b] > c->d.kv_tokens)
             return ra__refuse_pair(&c->why, RA_E_RANGE, "fresh",
@@ -22153,7 +22230,8 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     for (int32_t r = 0; r < c->ranks && c->travel == RA_INFER_PASS_KV && !c->pooled; r++)
         if (ra__keys_length(c, r, &n) > (int64_t)c->tp.max_msg)
             return ra__refuse_pair(e, RA_E_TRANSPORT, "transport.max_msg",
-                                   "# is less than the bytes of a message of @ rows of keys",
+                                   "# is less than the bytes of @ rows of keys, which "
+                                   "RA_INFER_PASS_KV sends in one message: take RA_INFER_AUTO",
                                    (int64_t)c->tp.max_msg, n);
     memset(&w, 0, sizeof w);
     rows[0] = ra__cache_longest(c);

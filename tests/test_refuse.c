@@ -14,16 +14,27 @@ typedef struct refusal { int status, scope; char field[40], form[RA_TEXT_BYTES];
 
 /* A field has its name from the call: `out` of two calls is two fields. */
 enum { IN_DESC, IN_PLAN, IN_RING, IN_WORLD, IN_TENSORS, IN_JOB, IN_ATTENTION,
-       IN_STATE };
+       IN_STATE, IN_CACHE };
 static refusal refusals[400];
 static int refusal_count, scope;
 static int64_t produced[64];           /* by -status */
 
-/* The sentence without its numbers: what remains belongs to the check. */
+/* The sentence without its numbers and without the names of constants, of which the kind remains
+ * ("RA_MASK_#"): what is left belongs to the check. */
 static void form_of(const char *text, char *form) {
     size_t n = 0;
     for (; *text; text++) {
         int digit = *text >= '0' && *text <= '9';
+        if (!strncmp(text, "RA_", 3)) {
+            size_t length = strspn(text, "ABCDEFGHIJKLMNOPQRSTUVWXYZ_0123456789");
+            size_t kind = 3 + strcspn(text + 3, "_ ");
+            if (text[kind] == '_') kind++;
+            if (kind > length) kind = length;
+            memcpy(form + n, text, kind);
+            n += kind;
+            text += length - 1;
+            digit = 1;
+        }
         if (digit && n && form[n - 1] == '#') continue;
         form[n++] = digit ? '#' : *text;
         if (n > 1 && form[n - 1] == '#' && form[n - 2] == '-') { form[n - 2] = '#'; n--; }
@@ -174,9 +185,9 @@ static const row desc_rows[] = {
     { ONE, D(sequences), I32, INT32_MAX, RA_E_RANGE, "2147483647 is not in 0..1048576" },
     { ONE, D(ranks), I32, -1, RA_E_RANGE, "-1 is not in 0..4096" },
     { ONE, D(ranks), I32, 4097, RA_E_RANGE, "4097 is not in 0..4096" },
-    { ONE, D(rank), I32, 1, RA_E_RANGE, "1 is not in 0..0" },
-    { FOUR, D(rank), I32, 4, RA_E_RANGE, "4 is not in 0..3" },
-    { FOUR, D(rank), I32, -1, RA_E_RANGE, "-1 is not in 0..3" },
+    { ONE, D(rank), I32, 1, RA_E_RANGE, "below ranks, which is 1; it was 1" },
+    { FOUR, D(rank), I32, 4, RA_E_RANGE, "below ranks, which is 4; it was 4" },
+    { FOUR, D(rank), I32, -1, RA_E_RANGE, "below ranks, which is 4; it was -1" },
     { ONE, D(q_heads), I32, 0, RA_E_UNSET, "1..65536" },
     { ONE, D(q_heads), I32, -4, RA_E_RANGE, "-4 is not in 1..65536" },
     { ONE, D(q_heads), I32, 5, RA_E_SHAPE, "5 is not a multiple of kv_heads, 2" },
@@ -192,8 +203,8 @@ static const row desc_rows[] = {
     { ONE, D(v_dim), I32, 1025, RA_E_RANGE, "1025 is not in 1..1024" },
     { ONE, D(q_dtype), I32, 0, RA_E_UNSET, "RA_Q8_0, not 0" },
     { ONE, D(q_dtype), I32, 5, RA_E_ENUM, "RA_Q8_0, not 5" },
-    { ONE, D(q_dtype), I32, RA_Q8_0, RA_E_UNSUPPORTED, "4 is RA_Q8_0, which serves K and V only" },
-    { ONE, D(o_dtype), I32, RA_Q8_0, RA_E_UNSUPPORTED, "4 is RA_Q8_0, which serves K and V only" },
+    { ONE, D(q_dtype), I32, RA_Q8_0, RA_E_UNSUPPORTED, "is RA_Q8_0, which is for K and V only" },
+    { ONE, D(o_dtype), I32, RA_Q8_0, RA_E_UNSUPPORTED, "is RA_Q8_0, which is for K and V only" },
     { ONE, D(q_dtype), I32, -1, RA_E_ENUM, "RA_Q8_0, not -1" },
     { ONE, D(k_dtype), I32, 0, RA_E_UNSET, "RA_Q8_0, not 0" },
     { ONE, D(k_dtype), I32, 17, RA_E_ENUM, "RA_Q8_0, not 17" },
@@ -204,13 +215,13 @@ static const row desc_rows[] = {
     { ONE, D_AS(v_column, "v_in_k"), I32, 1, RA_E_SHAPE, "is 0, but v_column is 1" },
     { ONE, D(v_in_k), I32, 2, RA_E_RANGE, "2 is not in 0..1" },
     { ONE, D(v_in_k), I32, -1, RA_E_RANGE, "-1 is not in 0..1" },
-    { MLA, D(v_dtype), I32, RA_BF16, RA_E_SHAPE, "3 differs from k_dtype although v_in_k is 1" },
+    { MLA, D(v_dtype), I32, RA_BF16, RA_E_SHAPE, "RA_F32, because v_in_k is 1; it was RA_BF16" },
     { MLA, D(v_column), I32, 5, RA_E_SHAPE, "5 + v_dim is more than k_dim, 8" },
     { MLA, D_AS(v_dim, "v_column"), I32, 9, RA_E_SHAPE, "0 + v_dim is more than k_dim, 8" },
     { MLA, D(v_column), I32, -1, RA_E_RANGE, "-1 is not in 0..1024" },
     { MLA, D(v_column), I32, INT32_MAX, RA_E_RANGE, "2147483647 is not in 0..1024" },
-    { ONE, D(scores), I32, 8, RA_E_RANGE, "8 is not in 0..7" },
-    { ONE, D(scores), I32, -1, RA_E_RANGE, "-1 is not in 0..7" },
+    { ONE, D(scores), I32, 8, RA_E_ENUM, "RA_SCORE_SINKS, or 0; it was 8" },
+    { ONE, D(scores), I32, -1, RA_E_ENUM, "RA_SCORE_SINKS, or 0; it was -1" },
     { ONE, D(tokens), I64, 0, RA_E_UNSET, "1..2147483632" },
     { ONE, D(tokens), I64, -300, RA_E_RANGE, "-300 is not in 1..2147483632" },
     { ONE, D(tokens), I64, TOP + 1, RA_E_RANGE, "2147483633 is not in 1..2147483632" },
@@ -221,18 +232,22 @@ static const row desc_rows[] = {
     { ONE, D(q_offset), I64, TOP + 1, RA_E_RANGE, "2147483633 is not in 0..2147483632" },
     { ONE, D(q_offset), I64, TOP - 299, RA_E_OVERFLOW,
       "2147483333 + tokens is more than 2147483632" },
-    { ONE, D(mask.kind), I32, 0, RA_E_UNSET, "1..3" },
-    { ONE, D(mask.kind), I32, 4, RA_E_ENUM, "4 is not one of the constants 1..3" },
-    { ONE, D(mask.kind), I32, -1, RA_E_ENUM, "-1 is not one of the constants 1..3" },
+    { ONE, D(mask.kind), I32, 0, RA_E_UNSET,
+      "must be RA_MASK_NONE, RA_MASK_CAUSAL or RA_MASK_INTERVALS; it was 0" },
+    { ONE, D(mask.kind), I32, 4, RA_E_ENUM,
+      "RA_MASK_NONE, RA_MASK_CAUSAL or RA_MASK_INTERVALS; it was 4" },
+    { ONE, D(mask.kind), I32, -1, RA_E_ENUM,
+      "RA_MASK_NONE, RA_MASK_CAUSAL or RA_MASK_INTERVALS; it was -1" },
     { ONE, D(mask.causal_block), I32, -1, RA_E_RANGE, "-1 is not in 0..1073741824" },
-    { INTERVALS, D(mask.causal_block), I32, 16, RA_E_SHAPE, "16 needs RA_MASK_CAUSAL" },
+    { INTERVALS, D(mask.causal_block), I32, 16, RA_E_SHAPE,
+      "16 needs RA_MASK_CAUSAL, not RA_MASK_INTERVALS" },
     { ONE, D(mask.window), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
     { ONE, D(mask.window), I64, INT64_MIN, RA_E_RANGE,
       "-9223372036854775808 is not in 0..2147483632" },
     { INTERVALS, D(mask.window), I64, 5, RA_E_SHAPE, "is 5; it must be 0 with RA_MASK_INTERVALS" },
     { ONE, D(mask.right_limit), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
-    { ONE, D(mask.right_limit), I64, 7, RA_E_SHAPE, "7 needs RA_MASK_NONE" },
-    { INTERVALS, D(mask.right_limit), I64, 7, RA_E_SHAPE, "7 needs RA_MASK_NONE" },
+    { ONE, D(mask.right_limit), I64, 7, RA_E_SHAPE, "7 needs RA_MASK_NONE, not RA_MASK_" },
+    { INTERVALS, D(mask.right_limit), I64, 7, RA_E_SHAPE, "7 needs RA_MASK_NONE, not RA_MASK_" },
     { ONE, D(mask.prefix), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
     { INTERVALS, D(mask.prefix), I64, 3, RA_E_SHAPE, "is 3; it must be 0 with RA_MASK_INTERVALS" },
     { ONE, D(mask.keep), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
@@ -252,19 +267,28 @@ static const row desc_rows[] = {
     { INTERVALS, D(mask.interval_count), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
     { INTERVALS, D_AS(q_offset, "mask.interval_count"), I64, 1, RA_E_POSITIONS,
       "300 is less than q_offset + tokens, 301" },
-    { ONE, D(mask.interval_count), I64, 300, RA_E_SHAPE, "300 needs RA_MASK_INTERVALS" },
-    { ONE, D(mask.lo), PTR, 1, RA_E_SHAPE, "needs RA_MASK_INTERVALS, not kind 2" },
-    { ONE, D(mask.hi), PTR, 1, RA_E_SHAPE, "needs RA_MASK_INTERVALS, not kind 2" },
-    { FOUR, D(layout.kind), I32, 0, RA_E_UNSET, "1..5" },
-    { ONE, D(layout.kind), I32, 6, RA_E_ENUM, "6 is not one of the constants 0..5" },
-    { ONE, D(layout.kind), I32, -1, RA_E_ENUM, "-1 is not one of the constants 0..5" },
-    { RUNS, D(layout.weights), PTR, 1, RA_E_SHAPE, "need CONTIGUOUS or ZIGZAG, not kind 4" },
-    { FOUR, D(layout.q_runs), PTR, 1, RA_E_SHAPE, "needs RA_LAYOUT_RUNS, not kind 1" },
-    { FOUR, D(layout.k_runs), PTR, 1, RA_E_SHAPE, "needs RA_LAYOUT_RUNS, not kind 1" },
-    { FOUR, D(layout.q_run_count), PTR, 1, RA_E_SHAPE, "needs RA_LAYOUT_RUNS, not kind 1" },
-    { FOUR, D(layout.k_run_count), PTR, 1, RA_E_SHAPE, "needs RA_LAYOUT_RUNS, not kind 1" },
-    { FOUR, D(layout.q_rows), PTR, 1, RA_E_SHAPE, "needs RA_LAYOUT_ARRAY, not kind 1" },
-    { FOUR, D(layout.k_rows), PTR, 1, RA_E_SHAPE, "needs RA_LAYOUT_ARRAY, not kind 1" },
+    { ONE, D(mask.interval_count), I64, 300, RA_E_SHAPE,
+      "300 needs RA_MASK_INTERVALS, not RA_MASK_CAUSAL" },
+    { ONE, D(mask.lo), PTR, 1, RA_E_SHAPE, "needs RA_MASK_INTERVALS, not RA_MASK_CAUSAL" },
+    { ONE, D(mask.hi), PTR, 1, RA_E_SHAPE, "needs RA_MASK_INTERVALS, not RA_MASK_CAUSAL" },
+    { FOUR, D(layout.kind), I32, 0, RA_E_UNSET,
+      "must be RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG, RA_LAYOUT_STRIPED, RA_LAYOUT_RUNS or "
+      "RA_LAYOUT_ARRAY; it was 0" },
+    { ONE, D(layout.kind), I32, 6, RA_E_ENUM, "RA_LAYOUT_RUNS or RA_LAYOUT_ARRAY; it was 6" },
+    { ONE, D(layout.kind), I32, -1, RA_E_ENUM, "RA_LAYOUT_RUNS or RA_LAYOUT_ARRAY; it was -1" },
+    { RUNS, D(layout.weights), PTR, 1, RA_E_SHAPE, "or RA_LAYOUT_ZIGZAG, not RA_LAYOUT_RUNS" },
+    { FOUR, D(layout.q_runs), PTR, 1, RA_E_SHAPE,
+      "needs RA_LAYOUT_RUNS, not RA_LAYOUT_CONTIGUOUS" },
+    { FOUR, D(layout.k_runs), PTR, 1, RA_E_SHAPE,
+      "needs RA_LAYOUT_RUNS, not RA_LAYOUT_CONTIGUOUS" },
+    { FOUR, D(layout.q_run_count), PTR, 1, RA_E_SHAPE,
+      "needs RA_LAYOUT_RUNS, not RA_LAYOUT_CONTIGUOUS" },
+    { FOUR, D(layout.k_run_count), PTR, 1, RA_E_SHAPE,
+      "needs RA_LAYOUT_RUNS, not RA_LAYOUT_CONTIGUOUS" },
+    { FOUR, D(layout.q_rows), PTR, 1, RA_E_SHAPE,
+      "needs RA_LAYOUT_ARRAY, not RA_LAYOUT_CONTIGUOUS" },
+    { FOUR, D(layout.k_rows), PTR, 1, RA_E_SHAPE,
+      "needs RA_LAYOUT_ARRAY, not RA_LAYOUT_CONTIGUOUS" },
     { RUNS, D(layout.q_runs), PTR, 0, RA_E_NULL, "is null, but RA_LAYOUT_RUNS needs it" },
     { RUNS, D(layout.q_run_count), PTR, 0, RA_E_NULL, "is null, but RA_LAYOUT_RUNS needs it" },
     { RUNS, D(layout.k_runs), PTR, 0, RA_E_NULL, "is null: set both k_runs and k_run_count, or" },
@@ -277,26 +301,26 @@ static const row desc_rows[] = {
       "entry 3 has position 299, which is not in 0..298" },
     { RUNS, D(tokens_of), PTR, 1, RA_E_SHAPE, "must be null: RUNS and ARRAY give every" },
     { ARRAY, D(kv_tokens_of), PTR, 1, RA_E_SHAPE, "must be null: RUNS and ARRAY give every" },
-    { BATCH, D_AS(tokens, "tokens_of"), I64, 299, RA_E_RANGE, "300 is not in 0..299, tokens" },
+    { BATCH, D_AS(tokens, "tokens_of"), I64, 299, RA_E_RANGE, "300 is not in 0..299 (tokens)" },
     { ONE, D(scale), F32, -1, RA_E_RANGE, "must be finite and not negative" },
     { ONE, D(softcap), F32, -1, RA_E_RANGE, "must be finite and not negative" },
     { ONE, D(chunk_tokens), I32, -64, RA_E_RANGE, "-64 is not in 0..16777216" },
     { ONE, D(chunk_tokens), I32, INT32_MAX, RA_E_RANGE, "2147483647 is not in 0..16777216" },
     { ONE, D(buffers), I32, -1, RA_E_RANGE, "-1 is not in 0..64" },
     { ONE, D(buffers), I32, 65, RA_E_RANGE, "65 is not in 0..64" },
-    { ONE, D(form), I32, -1, RA_E_ENUM, "-1 is not one of the constants 0..1" },
-    { ONE, D(form), I32, 2, RA_E_ENUM, "2 is not one of the constants 0..1" },
-    { ONE, D(order), I32, -1, RA_E_ENUM, "-1 is not one of the constants 0..3" },
+    { ONE, D(form), I32, -1, RA_E_ENUM, "must be RA_FORM_AUTO or RA_FORM_SAME; it was -1" },
+    { ONE, D(form), I32, 2, RA_E_ENUM, "must be RA_FORM_AUTO or RA_FORM_SAME; it was 2" },
+    { ONE, D(order), I32, -1, RA_E_ENUM, "must be 0 or RA_ORDER_ROUNDS; it was -1" },
     { ONE, D(order), I32, RA_ORDER_DESCENDING, RA_E_UNSUPPORTED,
-      "1 follows from layout and mask: leave it 0" },
+      "RA_ORDER_DESCENDING follows from layout and mask: leave it 0" },
     { ONE, D(order), I32, RA_ORDER_ASCENDING, RA_E_UNSUPPORTED,
-      "2 follows from layout and mask: leave it 0" },
-    { ONE, D(order), I32, 4, RA_E_ENUM, "4 is not one of the constants 0..3" },
+      "RA_ORDER_ASCENDING follows from layout and mask: leave it 0" },
+    { ONE, D(order), I32, 4, RA_E_ENUM, "must be 0 or RA_ORDER_ROUNDS; it was 4" },
     { ROUNDS, D(buffers), I32, 1, RA_E_SHAPE, "1 is less than 2, which RA_ORDER_ROUNDS" },
     { ONE, D(threads), I32, -1, RA_E_RANGE, "-1 is not in 0..4096" },
     { ONE, D(threads), I32, INT32_MAX, RA_E_RANGE, "2147483647 is not in 0..4096" },
-    { ONE, D(isa), I32, -1, RA_E_ENUM, "-1 is not one of the constants 0..6" },
-    { ONE, D(isa), I32, 7, RA_E_ENUM, "7 is not one of the constants 0..6" },
+    { ONE, D(isa), I32, -1, RA_E_ENUM, "RA_ISA_AMX or RA_ISA_NEON; it was -1" },
+    { ONE, D(isa), I32, 7, RA_E_ENUM, "RA_ISA_AMX or RA_ISA_NEON; it was 7" },
 };
 
 /* The same answer from everything that takes a descriptor, and nothing is made. */
@@ -514,10 +538,10 @@ TEST(blocks_of_q8_0) {
     refuse_desc(&d, RA_E_SHAPE, "k_dim", "8");
     d.k_dim = 64;
     d.train = 1;
-    refuse_desc(&d, RA_E_UNSUPPORTED, "k_dtype", number(RA_Q8_0));
+    refuse_desc(&d, RA_E_UNSUPPORTED, "k_dtype", "is RA_Q8_0, which has no gradients");
     d.k_dtype = RA_F32;
     d.v_dtype = RA_Q8_0;
-    refuse_desc(&d, RA_E_UNSUPPORTED, "v_dtype", number(RA_Q8_0));
+    refuse_desc(&d, RA_E_UNSUPPORTED, "v_dtype", "is RA_Q8_0, which has no gradients");
     d.train = 0;
     refuse_desc(&d, RA_E_SHAPE, "v_dim", "8");
     base_desc(&d, MLA);
@@ -540,7 +564,8 @@ TEST(isa) {
         if (ra_isa_available(isa)) continue;
         base_desc(&d, ONE);
         d.isa = isa;
-        refuse_desc(&d, RA_E_ISA, "isa", number(isa));
+        refuse_desc(&d, RA_E_ISA, "isa",
+                    "is not available on this machine; the fastest is RA_ISA_");
         missing++;
     }
     if (!missing) produced[-RA_E_ISA] = -1;            /* cannot occur on this machine */
@@ -640,24 +665,25 @@ static const row transport_rows[] = {
     { 0, T(abi), I32, 0, RA_E_ABI, "must be RA_TRANSPORT_ABI, which is 1 here" },
     { 0, T(abi), I32, 2, RA_E_ABI, "must be RA_TRANSPORT_ABI, which is 1 here" },
     { 0, T(caps), I32, 32, RA_E_ENUM, "has bits that are not RA_CAP_*: 32" },
-    { 1, T(channels), I32, 65, RA_E_RANGE, "must be 0 (1) to 64, is 65" },
-    { 1, T(tag_bits), I32, 65, RA_E_RANGE, "must be 0 (15) to 64, is 65" },
-    { 1, T(max_ops), I32, 1, RA_E_RANGE, "must be 0 (2) or at least 2, for a send and" },
-    { 1, T(align), I64, 48, RA_E_RANGE, "must be 0 (64) or a power of two up to 4096" },
-    { 1, T(align), I64, 65536, RA_E_RANGE, "must be 0 (64) or a power of two up to 4096" },
+    { 1, T(channels), I32, 65, RA_E_RANGE, "must be at most 64, is 65" },
+    { 1, T(tag_bits), I32, 65, RA_E_RANGE, "must be at most 64, is 65" },
+    { 1, T(max_ops), I32, 1, RA_E_RANGE, "must be at least 2, for a send and" },
+    { 1, T(align), I64, 48, RA_E_RANGE, "must be 0 or a power of two up to 4096" },
+    { 1, T(align), I64, 65536, RA_E_RANGE, "must be 0 or a power of two up to 4096" },
     { 0, T(sendrecv), PTR, 0, RA_E_TRANSPORT, "is null and so is post: set one of them" },
     { 1, T_AS(post, "transport.sendrecv"), PTR, 0, RA_E_TRANSPORT,
       "is null and so is post: set one of them" },
     { 1, T(poll), PTR, 0, RA_E_TRANSPORT, "is null, but post needs it" },
     { 2, T(dereg), PTR, 0, RA_E_TRANSPORT, "is null, but reg needs it" },
-    { 2, T(release), PTR, 0, RA_E_TRANSPORT, "is null, but caps (23) has RA_CAP_LOAN" },
-    { 2, T(quiesce), PTR, 0, RA_E_TRANSPORT, "is null, but caps (23) has RA_CAP_SHARED" },
+    { 2, T(release), PTR, 0, RA_E_TRANSPORT, "is null, but caps has RA_CAP_LOAN" },
+    { 2, T(quiesce), PTR, 0, RA_E_TRANSPORT, "is null, but caps has RA_CAP_SHARED" },
     { 2, T(caps), I32, RA_CAP_SHARED, RA_E_TRANSPORT,
-      "is 16: RA_CAP_SHARED needs RA_CAP_ANY_PEER" },
-    { 2, T(channels), I32, 1, RA_E_TRANSPORT, "is 1 (0: 1): RA_CAP_SHARED needs at least 2" },
-    { 2, T(max_ops), I32, 9, RA_E_TRANSPORT, "is 9 (0: 2): RA_CAP_SHARED needs at least 10" },
+      "has RA_CAP_SHARED, but lacks RA_CAP_ANY_PEER" },
+    { 2, T(channels), I32, 1, RA_E_TRANSPORT,
+      "is 1 (0 means 1), but RA_CAP_SHARED needs at least 2" },
+    { 2, T(max_ops), I32, 9, RA_E_TRANSPORT, "is 9 (0 means 2): RA_CAP_SHARED needs at least 10" },
     { 0, T_AS(caps, "transport.post"), I32, RA_CAP_SHARED, RA_E_TRANSPORT,
-      "is null, but caps (16) has RA_CAP_SHARED" },
+      "is null, but caps has RA_CAP_SHARED" },
     { 0, T_AS(rank, "transport.ranks"), I32, 1, RA_E_UNSET,
       "is 0, but transport.rank is 1: set both or" },
     { 0, T(ranks), I32, 5, RA_E_TRANSPORT, "is 5, but the descriptor has 4 ranks" },
@@ -981,12 +1007,16 @@ static const row tensor_rows[] = {
     { ONE, X_AS(o.head_stride, "t.o"), I64, 28, RA_E_STRIDE, "at least 32 bytes" },
     { ONE, X_AS(lse.token_stride, "t.lse"), I64, 12, RA_E_STRIDE, "at least 16 bytes" },
     { ONE, X(lse.head_stride), I64, 2, RA_E_STRIDE, "2 is negative or not a multiple of 4" },
-    { ONE, X(alibi), PTR, 1, RA_E_SHAPE, "scores has RA_SCORE_ALIBI" },
-    { ONE, X(sinks), PTR, 1, RA_E_SHAPE, "scores has RA_SCORE_SINKS" },
-    { ONE, X_AS(bias.data, "t.bias"), PTR, 1, RA_E_SHAPE, "scores has RA_SCORE_BIAS" },
-    { FOUR, X_AS(q_pos.array, "t.q_pos"), PTR, 1, RA_E_POSITIONS, "must be {0}: layout.kind is 1" },
-    { FOUR, X_AS(k_pos.runs, "t.k_pos"), PTR, 1, RA_E_POSITIONS, "must be {0}: layout.kind is 1" },
-    { FOUR, X_AS(k_pos.count, "t.k_pos"), I64, 5, RA_E_POSITIONS, "must be {0}: layout.kind is 1" },
+    { ONE, X(alibi), PTR, 1, RA_E_SHAPE, "is set, but scores lacks RA_SCORE_ALIBI" },
+    { ONE, X(sinks), PTR, 1, RA_E_SHAPE, "is set, but scores lacks RA_SCORE_SINKS" },
+    { ONE, X_AS(bias.data, "t.bias"), PTR, 1, RA_E_SHAPE,
+      "is set, but scores lacks RA_SCORE_BIAS" },
+    { FOUR, X_AS(q_pos.array, "t.q_pos"), PTR, 1, RA_E_POSITIONS,
+      "must be {0}: it needs RA_LAYOUT_ARRAY, not RA_LAYOUT_CONTIGUOUS" },
+    { FOUR, X_AS(k_pos.runs, "t.k_pos"), PTR, 1, RA_E_POSITIONS,
+      "must be {0}: it needs RA_LAYOUT_ARRAY, not RA_LAYOUT_CONTIGUOUS" },
+    { FOUR, X_AS(k_pos.count, "t.k_pos"), I64, 5, RA_E_POSITIONS,
+      "must be {0}: it needs RA_LAYOUT_ARRAY, not RA_LAYOUT_CONTIGUOUS" },
     { ARRAY, X(q_pos.array), PTR, 0, RA_E_NULL, "required" },
     { ARRAY, X(k_pos.array), PTR, 0, RA_E_NULL, "required" },
     { ARRAY, X(q_pos.count), I64, 74, RA_E_POSITIONS, "74 is not 75, the number of rows" },
@@ -1033,22 +1063,23 @@ TEST(tensor_alignment) {
 
 TEST(tensor_scores) {
     static const row rows_of[] = {
-        { ONE, X(alibi), PTR, 0, RA_E_NULL, "RA_SCORE_ALIBI" },
-        { ONE, X(sinks), PTR, 0, RA_E_NULL, "RA_SCORE_SINKS" },
-        { ONE, X_AS(bias.data, "t.bias"), PTR, 0, RA_E_NULL, "RA_SCORE_BIAS" },
+        { ONE, X(alibi), PTR, 0, RA_E_NULL, "is null, but scores has RA_SCORE_ALIBI" },
+        { ONE, X(sinks), PTR, 0, RA_E_NULL, "is null, but scores has RA_SCORE_SINKS" },
+        { ONE, X_AS(bias.data, "t.bias"), PTR, 0, RA_E_NULL,
+          "is null, but scores has RA_SCORE_BIAS" },
         { ONE, X(bias.keys), I64, 0, RA_E_RANGE, "0 is not positive" },
         { ONE, X(bias.keys), I64, -1, RA_E_RANGE, "-1 is not positive" },
-        { ONE, X_AS(bias.batch_step, "t.bias"), I64, 6, RA_E_STRIDE, "step 6 is negative or not" },
-        { ONE, X_AS(bias.head_step, "t.bias"), I64, 7, RA_E_STRIDE, "step 7 is negative or not" },
-        { ONE, X_AS(bias.row_step, "t.bias"), I64, -8, RA_E_STRIDE, "step -8 is negative or not" },
-        { ONE, X_AS(bias.key_step, "t.bias"), I64, 9, RA_E_STRIDE, "not a multiple of 4" },
-        { ONE, X_AS(bias.batch_step, "t.bias"), I64, INT64_MAX - 3, RA_E_OVERFLOW,
+        { ONE, X(bias.batch_step), I64, 6, RA_E_STRIDE, "6 is negative or not" },
+        { ONE, X(bias.head_step), I64, 7, RA_E_STRIDE, "7 is negative or not" },
+        { ONE, X(bias.row_step), I64, -8, RA_E_STRIDE, "-8 is negative or not" },
+        { ONE, X(bias.key_step), I64, 9, RA_E_STRIDE, "not a multiple of 4" },
+        { ONE, X(bias.batch_step), I64, INT64_MAX - 3, RA_E_OVERFLOW,
           "overflows 62 bits" },
-        { ONE, X_AS(bias.head_step, "t.bias"), I64, INT64_MAX - 3, RA_E_OVERFLOW,
+        { ONE, X(bias.head_step), I64, INT64_MAX - 3, RA_E_OVERFLOW,
           "overflows 62 bits" },
-        { ONE, X_AS(bias.row_step, "t.bias"), I64, INT64_MAX - 3, RA_E_OVERFLOW,
+        { ONE, X(bias.row_step), I64, INT64_MAX - 3, RA_E_OVERFLOW,
           "overflows 62 bits" },
-        { ONE, X_AS(bias.key_step, "t.bias"), I64, INT64_MAX - 3, RA_E_OVERFLOW,
+        { ONE, X(bias.key_step), I64, INT64_MAX - 3, RA_E_OVERFLOW,
           "overflows 62 bits" },
     };
     ra_desc d;
@@ -1266,7 +1297,7 @@ TEST(attention) {
     d.layout.q_run_count = counts;
     runs[0].count = 300;
     refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_UNSUPPORTED, "layout.kind",
-            number(RA_LAYOUT_RUNS));
+            "RA_LAYOUT_RUNS is for rings: leave it 0");
     base_desc(&d, ONE);
     d.error = &e;
     d.k_dim = d.v_dim = 1000;
@@ -1442,13 +1473,13 @@ TEST(states) {
     CHECK_EQ(ra_fold(&d, &s, &t, NULL, 0), RA_OK);     /* one thread, short rows: the stack */
     d.form = RA_FORM_SAME;             /* other calls refuse it too */
     refused(ra_fold(&d, &s, &t, ws, n), &e, RA_E_UNSUPPORTED, "form",
-            "serves ra_attention and caches alone");
+            "RA_FORM_SAME is for ra_attention and caches only");
     CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_E_UNSUPPORTED);
     CHECK_EQ(ra_ring_once(&d, NULL, &t, 0), RA_E_UNSUPPORTED);
     CHECK_EQ(ra_desc_resolve(&d, &out), RA_OK);
     d.train = 1;
     CHECK_EQ(ra_attention_backward_bytes(&d, 1), 0);
-    refused(e.status, &e, RA_E_SHAPE, "form", "needs train = 0");
+    refused(e.status, &e, RA_E_SHAPE, "form", "RA_FORM_SAME needs train = 0");
     d.form = d.train = 0;
     t.o.data = NULL;
     refused(ra_state_finish(&d, &s, &t), &e, RA_E_NULL, "t.o", NULL);
@@ -1871,6 +1902,135 @@ TEST(strides_together) {
     refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_SHAPE, "t.o", NULL);
 }
 
+/* -------------------------------------------------------------------------- names of constants */
+
+#define NAMED(c) { c, #c }
+typedef struct named { int32_t value; const char *name; } named;
+
+/* An unknown constant of a field is refused with the names of all that there are, in order. */
+static void refuse_unknown(ra_desc *d, int32_t *field, const char *name, const named *known,
+                           int n) {
+    char list[RA_TEXT_BYTES] = "must be ";
+    ra_error e = { 0 };
+    const int32_t kept = *field;
+    for (int i = 0; i < n; i++) {
+        CHECK_EQ(known[i].value, known[0].value + i);
+        if (i) strcat(list, i + 1 < n ? ", " : " or ");
+        strcat(list, known[i].name);
+    }
+    strcat(list, "; it was 77");
+    d->error = &e;
+    *field = 77;
+    refused(ra_desc_resolve(d, d), &e, RA_E_ENUM, name, list);
+    CHECK_EQ((int64_t)strlen(e.text), (int64_t)strlen(list));
+    *field = kept;
+}
+
+TEST(names_of_constants) {
+    static const named mask[] = { NAMED(RA_MASK_NONE), NAMED(RA_MASK_CAUSAL),
+                                  NAMED(RA_MASK_INTERVALS) };
+    static const named layout[] = { NAMED(RA_LAYOUT_UNSET), NAMED(RA_LAYOUT_CONTIGUOUS),
+                                    NAMED(RA_LAYOUT_ZIGZAG), NAMED(RA_LAYOUT_STRIPED),
+                                    NAMED(RA_LAYOUT_RUNS), NAMED(RA_LAYOUT_ARRAY) };
+    static const named isa[] = { NAMED(RA_ISA_AUTO), NAMED(RA_ISA_SCALAR), NAMED(RA_ISA_AVX2),
+                                 NAMED(RA_ISA_AVX512), NAMED(RA_ISA_AVX512_BF16),
+                                 NAMED(RA_ISA_AMX), NAMED(RA_ISA_NEON) };
+    static const named form[] = { NAMED(RA_FORM_AUTO), NAMED(RA_FORM_SAME) };
+    static const named travel[] = { NAMED(RA_TRAVEL_AUTO), NAMED(RA_TRAVEL_KV),
+                                    NAMED(RA_TRAVEL_Q) };
+    static const named way[] = { NAMED(RA_RETURN_DIRECT), NAMED(RA_RETURN_RING) };
+    static const named dtype[] = { NAMED(RA_DTYPE_UNSET), NAMED(RA_F32), NAMED(RA_F16),
+                                   NAMED(RA_BF16) };
+#define COUNT(a) (int)(sizeof(a) / sizeof((a)[0]))
+    ra_desc d;
+    scope = IN_DESC;
+    base_desc(&d, ONE);
+    refuse_unknown(&d, &d.mask.kind, "mask.kind", mask, COUNT(mask));
+    refuse_unknown(&d, &d.layout.kind, "layout.kind", layout, COUNT(layout));
+    refuse_unknown(&d, &d.isa, "isa", isa, COUNT(isa));
+    refuse_unknown(&d, &d.form, "form", form, COUNT(form));
+    refuse_unknown(&d, &d.backward_travel, "backward_travel", travel, COUNT(travel));
+    refuse_unknown(&d, &d.grad_return, "grad_return", way, COUNT(way));
+    refuse_unknown(&d, &d.grad_dtype, "grad_dtype", dtype, COUNT(dtype));
+}
+
+/* Fields that only training has: the sentence names the constant that was set. */
+TEST(training_fields) {
+    static const row rows_of_training[] = {
+        { ONE, D(backward_travel), I32, RA_TRAVEL_Q, RA_E_SHAPE, "RA_TRAVEL_Q needs train = 1" },
+        { ONE, D(grad_return), I32, RA_RETURN_RING, RA_E_SHAPE, "RA_RETURN_RING needs train = 1" },
+        { ONE, D(grad_dtype), I32, RA_BF16, RA_E_SHAPE, "RA_BF16 needs train = 1" },
+        { ONE, D(train), I32, 2, RA_E_RANGE, "2 is not in 0..1" },
+    };
+    ra_desc d;
+    scope = IN_DESC;
+    for (size_t i = 0; i < sizeof rows_of_training / sizeof rows_of_training[0]; i++) {
+        const row *r = &rows_of_training[i];
+        base_desc(&d, r->base);
+        set_field(&d, r->at, r->kind, r->value);
+        refuse_desc(&d, r->status, r->field, r->words);
+    }
+    base_desc(&d, ARRAY);
+    d.train = 1;
+    d.backward_travel = RA_TRAVEL_Q;
+    refuse_desc(&d, RA_E_UNSUPPORTED, "backward_travel",
+                "RA_TRAVEL_Q does not work with RA_SCORE_BIAS or RA_LAYOUT_ARRAY");
+}
+
+/* What a cache refuses, in words; test_cache.c has what its calls refuse. */
+TEST(cache) {
+    static const row cache_rows[] = {
+        { 0, D(kv_tokens), I64, 0, RA_E_UNSET, "must be set to the most positions of a sequence" },
+        { 0, D(q_offset), I64, 3, RA_E_SHAPE, "must be 0, is 3: each call brings its counts" },
+        { 0, D(layout.kind), I32, RA_LAYOUT_ZIGZAG, RA_E_SHAPE, "must be 0, is RA_LAYOUT_ZIGZAG" },
+        { 0, D(mask.kind), I32, RA_MASK_INTERVALS, RA_E_UNSUPPORTED,
+          "must be RA_MASK_NONE or RA_MASK_CAUSAL with a cache, is RA_MASK_INTERVALS" },
+        { 0, D(scores), I32, RA_SCORE_BIAS, RA_E_UNSUPPORTED, "must be without RA_SCORE_BIAS" },
+        { 0, D(train), I32, 1, RA_E_UNSUPPORTED, "must be 0 with a cache, is 1" },
+        { 0, D(order), I32, RA_ORDER_ROUNDS, RA_E_UNSUPPORTED, "is RA_ORDER_ROUNDS" },
+        { 0, D(tokens_of), PTR, 1, RA_E_SHAPE, "must be null: each call brings the lengths" },
+        { 0, D(engine), PTR, 1, RA_E_UNSUPPORTED, "must be null: engines serve rings only" },
+    };
+    ra_cache_desc cd = { 0 };
+    ra_cache *c = NULL;
+    ra_transport t;
+    ra_error e = { 0 };
+    ra_desc d;
+    scope = IN_CACHE;
+    for (size_t i = 0; i <= sizeof cache_rows / sizeof cache_rows[0]; i++) {
+        const row *r = &cache_rows[i];
+        d = ra_desc_make(4, 2, 8, RA_F32, RA_MASK_CAUSAL);
+        d.tokens = 4;
+        d.kv_tokens = 64;
+        d.error = &e;
+        if (i == sizeof cache_rows / sizeof cache_rows[0]) break;
+        set_field(&d, r->at, r->kind, r->value);
+        refused(ra_cache_create(&c, &d, NULL, NULL), &e, r->status, r->field, r->words);
+    }
+    cd.queries = 2;
+    refused(ra_cache_create(&c, &d, NULL, &cd), &e, RA_E_ENUM, "cache.queries",
+            "must be RA_QUERIES_OWN or RA_QUERIES_ALL; it was 2");
+    cd.queries = RA_QUERIES_ALL;
+    cd.travel = 4;
+    refused(ra_cache_create(&c, &d, NULL, &cd), &e, RA_E_ENUM, "cache.travel",
+            "must be RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV or RA_INFER_MERGE; it was 4");
+    cd.travel = RA_INFER_PASS_KV;
+    d.ranks = 3;
+    refused(ra_cache_create(&c, &d, NULL, &cd), &e, RA_E_SHAPE, "cache.travel",
+            "RA_INFER_PASS_KV needs cache.queries = RA_QUERIES_OWN; with RA_QUERIES_ALL every");
+    cd.travel = 0;
+    cd.lanes = 2;
+    refused(ra_cache_create(&c, &d, NULL, &cd), &e, RA_E_RANGE, "cache.lanes",
+            "must be 0 or at least ranks, which is 3, and at most 1024; it was 2");
+    cd.lanes = 0;
+    refused(ra_cache_create(&c, &d, NULL, &cd), &e, RA_E_NULL, "transport",
+            "is null, but ranks is 3");
+    base_transport(&t, 0);
+    refused(ra_cache_create(&c, &d, &t, &cd), &e, RA_E_TRANSPORT, "transport.caps",
+            "lacks RA_CAP_ANY_PEER: ranks of a cache send to all others");
+    CHECK(c == NULL);
+}
+
 /* A thread that brings a ticket late learns how that pass ended, not how a later one did. */
 TEST(late_tickets) {
     static float q[64 * 16], o[64 * 16];
@@ -1956,7 +2116,8 @@ int main(int argc, char **argv) {
         ENTRY(attention), ENTRY(attention_lengths), ENTRY(attention_positions),
         ENTRY(attention_simple), ENTRY(states), ENTRY(allocations),
         ENTRY(no_allocation_in_a_pass), ENTRY(random_bytes), ENTRY(strides_together),
-        ENTRY(late_tickets), ENTRY(every_refusal),
+        ENTRY(late_tickets), ENTRY(names_of_constants), ENTRY(training_fields), ENTRY(cache),
+        ENTRY(every_refusal),
     };
     int failed;
     pool = (uint8_t *)small_memory(POOL * 2);
