@@ -1,5 +1,5 @@
 # ringattn.h is one header: there is nothing to build before you use it. This file builds the demo,
-# the tests, the examples and the benchmark. It needs a C compiler and what every Debian has.
+# the tests, the examples and the benchmark. It needs a C compiler and standard Unix tools.
 #
 #   config=release|debug|asan|ubsan|tsan|scalar|coverage   into build/$(config); asan has ubsan too
 #   werror=1                                               warnings are errors

@@ -571,8 +571,8 @@ typedef struct ra_desc {
     int32_t sequences;                 /* B, up to 2^20; 0: 1 */
     int64_t tokens;                    /* required; queries of a sequence, all ranks together. RUNS:
                                         * the positions that they span, gaps included */
-    int64_t kv_tokens;                 /* keys of a sequence; 0: tokens + q_offset, which is refused
-                                        * if t.q_pos is given without t.k_pos */
+    int64_t kv_tokens;                 /* keys of a sequence, those of its new tokens included; 0:
+                                        * tokens + q_offset (refused with t.q_pos alone) */
     int64_t q_offset;                  /* position of the first query of every sequence (keys start
                                         * at 0): a token decoded after n cached ones has tokens 1,
                                         * q_offset n. For different n see ra_positions */
@@ -588,14 +588,12 @@ typedef struct ra_desc {
     /* Ranks */
     int32_t ranks, rank;               /* ranks: up to 4096; 0: 1. rank is local */
     ra_layout layout;
-    int32_t chunk_tokens;              /* keys per message; 0: 256 (by rates: 64) to 4096, chosen by
+    int32_t chunk_tokens;              /* keys per message; 0: 256 (with rates 64) to 4096, by
                                         * ranks, shard and work per key. Rounded up to blocks
                                         * (zigzag: mirrored pairs; RUNS: the last may go beyond) */
-    int32_t buffers;                   /* receive buffers, 1..64; 0: as many as hold 8192 keys
-                                        * (training: 5120), at least 3 and at most 8 (from 24 ranks
-                                        * on 3). A causal ring of 2 or 3 ranks without window,
-                                        * training, rounds or cached keys gets room for 1 / ranks of
-                                        * a shard if that is more. Never more than a shard and 2 */
+    int32_t buffers;                   /* receive buffers, of a chunk each, 1..64; 0: 3 to 8, for
+                                        * 8192 keys (training: 5120), and more in causal rings of 2
+                                        * or 3 ranks: see ra_plan_report.buffers */
     ra_rates rates;                    /* speeds of machines and network, from which chunk_tokens
                                         * and buffers are chosen if those are 0; {0}: unknown. Set
                                         * them for shards of up to 1024 rows, where no default suits
@@ -619,8 +617,9 @@ typedef struct ra_desc {
                                         * The LSE is computed before dropout */
     int32_t backward_travel;           /* RA_TRAVEL_*. Q excludes bias and ARRAY. AUTO: the one with
                                         * fewer bytes per token, which is Q if there are about as
-                                        * many KV heads as query heads. Orders of sums differ */
-    int32_t grad_return;               /* RA_RETURN_*. DIRECT beyond 2 ranks: RA_CAP_ANY_PEER */
+                                        * many KV heads as query heads. It selects the order of
+                                        * sums, on one rank too */
+    int32_t grad_return;               /* RA_RETURN_*. No effect on one rank */
     /* This machine. Local. */
     int32_t threads;                   /* rings and caches: how many threads may compute at the same
                                         * time, up to 4096; 0: 1. Set it to the number of your
@@ -783,8 +782,8 @@ RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
  * d.engine must be null. layout.kind selects the order of summation (see ra_plan_report.order), so
  * that a ring of the same layout gives the same bits. Exception: calls with tokens * Hq / Hkv <= 16
  * and no dropout take the decoding form, which adds up in another order and is fastest if all heads
- * of a token, or all tokens of a head, are contiguous. In both forms a row's bits depend on no
- * other row of the call; d.form = RA_FORM_SAME gives them for any number of tokens, as for a draft.
+ * of a token, or all tokens of a head, are contiguous (see RA_FORM_SAME). In both forms a row's
+ * bits depend on no other row of the call.
  *
  * workspace: ra_attention_bytes(d, nth) bytes at any address, which need not be cleared. It serves
  * one call at a time: all nth threads must have returned before any of them begins the next. If
@@ -1050,7 +1049,8 @@ typedef struct ra_failure {            /* the first failure of the ring */
     int32_t rank, peer;                /* this rank; the peer it waited for or that differs; -1 */
     int32_t sending;                   /* 1 sending, 0 receiving (level 0: or both), -1 neither */
     int32_t code;                      /* what the transport or engine returned */
-    int64_t pass, chunk, since_progress_ns;
+    int64_t pass, chunk;               /* numbers; chunk -1: none */
+    int64_t since_progress_ns;         /* since a message or tile was last done here */
     int32_t hop;                       /* of that chunk's message, as in ra_event */
     char    text[RA_TEXT_BYTES];
 } ra_failure;
@@ -1071,9 +1071,8 @@ RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char 
  * again, with a higher epoch and only these ranks, or destroyed: later passes need a plan and a
  * ring of the survivors. The plans of the last two passes must exist until then. */
 typedef struct ra_resume_desc {
-    const ra_transport *transport;     /* a new one, of the survivors: rank i is survivors[i]. Needs
-                                        * post, two channels, max_ops of 2 * ranks and, with more
-                                        * than two ranks, RA_CAP_ANY_PEER. reg is not called. One
+    const ra_transport *transport;     /* a new one, of the survivors: rank i is survivors[i]. See
+                                        * ra_transport for what it needs. reg is not called. One
                                         * rank: null */
     const int32_t *survivors;          /* [ranks] of the plan, ascending, this one too; copied */
     int32_t ranks, epoch;              /* ranks: how many. epoch: 1 to 2^22 - 1, higher with every
@@ -1161,8 +1160,7 @@ typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the
  * as whole lanes can: lanes 0 is then the fewest, most often at most 64, that meet each to 5 %, and
  * without weights ranks. d->mask is NONE or CAUSAL without documents, d->scores without bias.
  * q_offset, tokens_of, kv_tokens_of, layout.kind, order, engine and Training stay 0. d->threads
- * threads may step a call. net (null: one rank) needs RA_CAP_ANY_PEER with more than 2 ranks; a
- * refusal says what max_msg must be. One cache object serves all layers. */
+ * threads may step a call. net is null for one rank. One cache object serves all layers. */
 RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
                                        const ra_cache_desc *cd);
 /* Bytes of workspace here; 0: refused. For an align above 64 ra_cache_create says how many more. */
@@ -1213,8 +1211,9 @@ RINGATTN_API const ra_error *ra_cache_error(const ra_cache *c);
 /* What a call with these counts would do on this rank. Sends nothing; not during a call. */
 typedef struct ra_infer_report {
     int32_t travel;                    /* RA_INFER_*, not AUTO; one rank: PASS_Q */
-    int64_t q_rows, keys;              /* rows of t->q, and keys held here, of all sequences */
-    int64_t messages_in, messages_out, bytes_in, bytes_out;
+    int64_t q_rows, keys;              /* rows of t->q, and of K held here, the new ones included;
+                                        * both of all sequences together */
+    int64_t messages_in, messages_out, bytes_in, bytes_out; /* of this rank; bytes with frames */
     int32_t bits_any_call;             /* 1: the bits of a row depend on nothing but the row */
 } ra_infer_report;
 RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const int64_t *fresh,
@@ -1242,10 +1241,16 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  *
  * Channel 0 carries chunks from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan
  * says). Channel 1 is used with RA_CAP_SHARED, and in backward passes, where gradients return on
- * it: from any rank, which needs RA_CAP_ANY_PEER, or with RA_RETURN_RING from a neighbour. So with
- * train = 1 a transport that has post needs two channels and max_ops of 3. ra_resume sends chunks
- * and, on channel 1, short messages between any two ranks; these start on multiples of 8, whatever
- * align is. A cache (ra_infer) uses channel 0 alone, between any two ranks.
+ * it: from any rank, or with RA_RETURN_RING from a neighbour. ra_resume sends chunks and, on
+ * channel 1, short messages between any two ranks; these start on multiples of 8, whatever align
+ * is. A cache (ra_infer) uses channel 0 alone, between any two ranks.
+ *
+ * Required for                            caps           channels  max_ops        callbacks
+ *   train = 1                             ANY_PEER (1)   2 (2)     3 (2)
+ *   ra_infer                              ANY_PEER (3)
+ *   ra_resume                             ANY_PEER (3)   2         2 * ranks      post
+ *   RA_CAP_SHARED, for any pass           ANY_PEER       2         2 * ranks + 2  post, quiesce
+ * (1) With more than 2 ranks and RA_RETURN_DIRECT. (2) With post. (3) With more than 2 ranks.
  *
  * The first pass of a plan begins with a frame of 64 bytes from each rank to rank + 1, on channel
  * 0. A rank posts nothing else before its own is sent and the other is received. A forward message
@@ -1260,8 +1265,7 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
 enum { RA_MSG_SEND = 1, RA_MSG_RECV = 2 };                          /* ra_transport_op.kind */
 /* ra_transport_op.state, or an RA_E_*. Any other value counts as RA_E_IO. */
 enum { RA_MSG_IDLE = 0, RA_MSG_PENDING = 1, RA_MSG_DONE = 2 };
-enum { RA_MSG_LOAN_OK = 1 };           /* ra_transport_op.flags: a receive may point buf to lent
-                                        * memory */
+enum { RA_MSG_LOAN_OK = 1 };           /* flags: a receive may point buf to lent memory */
 enum {
     RA_CAP_ANY_THREAD = 1,             /* calls may come from any thread, one at a time */
     RA_CAP_ANY_PEER = 2,               /* reaches all ranks, not only rank +- 1 */
@@ -1269,10 +1273,8 @@ enum {
     RA_CAP_DEADLINE = 8,               /* sendrecv returns by deadline_ns even if the peer is dead
                                         * (post and poll never block, and wait always does so) */
     RA_CAP_SHARED = 16                 /* all ranks are threads of one process: messages carry
-                                        * addresses, nothing is packed. Needs ANY_PEER, post,
-                                        * quiesce, two channels, and max_ops of at least
-                                        * 2 ranks + 2. A message from another process is
-                                        * RA_E_MISMATCH before any address in it is used */
+                                        * addresses, nothing is packed. A message from another
+                                        * process is RA_E_MISMATCH: its addresses are not used */
 };
 
 typedef struct ra_transport_op {       /* the library's; stays at its address while PENDING */
@@ -1295,12 +1297,11 @@ typedef struct ra_transport_op {       /* the library's; stays at its address wh
 struct ra_transport {
     uint32_t size, abi;                /* sizeof(ra_transport), RA_TRANSPORT_ABI: always first */
     uint32_t caps;                     /* RA_CAP_* */
-    uint32_t channels;                 /* 0: 1; SHARED and train = 1 (with post) need 2 */
+    uint32_t channels;                 /* 0: 1 */
     uint32_t tag_bits;                 /* 0: 15 */
-    uint32_t max_ops;                  /* most PENDING at once; 0: 2, one send and one receive.
-                                        * train = 1 (with post) needs 3 */
+    uint32_t max_ops;                  /* most PENDING at once; 0: 2, one send and one receive */
     int32_t  rank, ranks;              /* 0, 0: unknown; otherwise checked against the plan */
-    size_t   max_msg;                  /* 0: 1 GiB; larger chunks are refused by ra_ring_create */
+    size_t   max_msg;                  /* bytes; 0: 1 GiB. Create calls refuse longer messages */
     size_t   align;                    /* of buffers for chunks, a power of two; 0: 64. More costs
                                         * more workspace than the plan says */
     const char *name;                  /* for sentences about failures; may be null */
@@ -1423,8 +1424,7 @@ typedef struct ra_block {
 } ra_block;
 typedef struct ra_engine {
     uint32_t size, abi;                /* sizeof(ra_engine), RA_ENGINE_ABI */
-    int64_t  block_queries;            /* most rows of a call, a multiple of RA_BLOCK_TOKENS; 0:
-                                        * 256 */
+    int64_t  block_queries;            /* most rows of a call, a multiple of 64; 0: 256 */
     void    *ctx;
     int    (*fold)(void *ctx, const ra_block *block);                /* required */
     /* v1 ends here; append only */
@@ -1436,7 +1436,7 @@ typedef struct ra_engine {
  * causal work. Presets are published figures. */
 enum { RA_HW_NONE, RA_HW_A100_NVLINK, RA_HW_A100_IB, RA_HW_TPU_V3, RA_HW_TPU_V4, RA_HW_TPU_V5E };
 enum { RA_NET_NONE, RA_NET_NVLINK4, RA_NET_PCIE4_X16, RA_NET_IB_HDR };
-typedef struct ra_hardware {           /* of one device */
+typedef struct ra_hardware {           /* of one device. Latency and block_tokens may be 0 */
     double  flops_per_s, memory_bytes, link_bytes_per_s, link_latency_s;
     int64_t devices;                   /* in the ring */
     int64_t block_tokens;              /* a preset's suggestion; 0: none */
@@ -19509,7 +19509,7 @@ static ra_status ra__begin_check_job(ra_ring *r, const ra_job *job) {
     ra__number(&x, "job.deadline_ns", job->deadline_ns, 0, INT64_MAX);
     ra__constant(&x, "job.pass", job->pass, 0, RA_PASS_BACKWARD, "RA_PASS_#");
     ra__refuse_if(&x, back && !p->d.train, RA_E_SHAPE, "job.pass",
-                  "RA_PASS_# needs a plan with train = 1", p->d.train);
+                  "RA_PASS_# needs a plan with train = 1", job->pass);
     ra__refuse_if(&x, s != RA_OK, s, "ring", "has failed in its pass #: create a new one", r->pass);
     ra__refuse_if(&x, ra__load_i32(&r->crew.state) != RA_RING_IDLE, RA_E_BUSY, "ring",
                   "is still in its pass #", r->pass);
@@ -19518,7 +19518,8 @@ static ra_status ra__begin_check_job(ra_ring *r, const ra_job *job) {
     ra__refuse_if(&x, r->quiet, RA_E_CANCELLED, "ring",
                   "was cancelled and finished after its pass #: create a new one", r->pass);
     ra__refuse_pair_if(&x, p->d.rank != r->rank || p->d.ranks != r->ranks, RA_E_SHAPE, "job.plan",
-                       "is for rank # of @, unlike the ring", p->d.rank, p->d.ranks);
+                       "is for rank # of @; the ring is for another rank or number of ranks",
+                       p->d.rank, p->d.ranks);
     ra__refuse_pair_if(&x, r->has_transport && bytes > (int64_t)r->tp.max_msg && !r->shared,
                        RA_E_TRANSPORT, "job.plan",
                        "has chunks of # bytes, above the transport's max_msg, @", bytes,

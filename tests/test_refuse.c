@@ -1158,6 +1158,13 @@ TEST(jobs) {
     job.ticket = 23;
     refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_SHAPE, "job.ticket", "23");
     job.ticket = 0;
+    job.pass = RA_PASS_BACKWARD;
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_SHAPE, "job.pass",
+            "RA_PASS_BACKWARD needs a plan with train = 1");
+    job.pass = 2;
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_ENUM, "job.pass",
+            "must be RA_PASS_FORWARD or RA_PASS_BACKWARD; it was 2");
+    job.pass = RA_PASS_FORWARD;
     CHECK_EQ(ra_join(ring, &job, 0), RA_E_RANGE);   /* ticket 0 */
     CHECK_EQ(ra_join(ring, NULL, 0), RA_E_NULL);
     job.ticket = 1;
@@ -1165,7 +1172,8 @@ TEST(jobs) {
     job.ticket = 0;
     refused(ra_begin(ring, NULL), ra_ring_error(ring), RA_E_NULL, "job", NULL);
     job.plan = other;
-    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_SHAPE, "job.plan", NULL);
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_SHAPE, "job.plan",
+            "is for rank 1 of 4; the ring is for another rank");
     base_desc(&d, ONE);
     d.tokens = 3000;
     d.q_heads = 64;
@@ -1277,7 +1285,10 @@ TEST(attention) {
             number((int64_t)n));
     refused(ra_attention(&d, &t, ws + 1, n - 2, 0, 2), &e, RA_E_WORKSPACE, "workspace",
             number((int64_t)n));
-    refused(ra_attention(&d, &t, NULL, n, 0, 2), &e, RA_E_NULL, "workspace", NULL);
+    refused(ra_attention(&d, &t, ws, 100, 0, 2), &e, RA_E_WORKSPACE, "workspace",
+            "has 100 bytes, but this call needs");
+    refused(ra_attention(&d, &t, NULL, n, 0, 2), &e, RA_E_NULL, "workspace",
+            "2 threads need one: see ra_attention_bytes");
     refused(ra_attention(&d, NULL, ws, n, 0, 2), &e, RA_E_NULL, "t", NULL);
     refused(ra_attention(&d, &t, ws, n, 2, 2), &e, RA_E_RANGE, "ith", "2");
     refused(ra_attention(&d, &t, ws, n, -1, 2), &e, RA_E_RANGE, "ith", "-1");
