@@ -379,7 +379,7 @@ enum { RA_TEXT_BYTES = 640 };          /* every sentence fits, with its final 0 
 typedef struct ra_error {              /* why a call was refused, or how it failed */
     ra_status status;
     char field[40];                    /* what was refused: "mask.window". A failed pass: "pass" */
-    char text[RA_TEXT_BYTES];          /* a sentence with the value and what is allowed */
+    char text[RA_TEXT_BYTES];          /* what is wrong with it; print "field: text" */
 } ra_error;
 
 /* -------------------------------------------------------------------------- time and memory
@@ -747,7 +747,7 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  * RA_Q8_0 is ggml's: blocks of 34 bytes, a scale in f16 and 32 int8, element = scale * int8. A row
  * of dim elements is dim / 32 blocks, so n, k_dim, v_dim and v_column must be multiples of 32;
  * alignment 2. Converting to it sets scale = max |x| / 127. NaN becomes 0, and magnitudes are
- * limited to 127 * 65504. */
+ * limited to 127 * 65504. There is no sentence on refusal; RA_E_SHAPE: n is not such a multiple. */
 RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
                                   int64_t n);
 
@@ -813,8 +813,8 @@ typedef struct ra_transport ra_transport;
 
 /* Makes the schedule of d->rank, or refuses d. No schedule can deadlock. Needs no network and no
  * workspace, and copies d and its arrays. Allocates once, from a (null: malloc), 2 bits per rank
- * and chunk and some hundred bytes per chunk. The time grows with tokens / RA_BLOCK_TOKENS + chunks
- * * ranks / 64 (INTERVALS: with tokens). Threads, rings and layers may share a plan. */
+ * and chunk and a few hundred bytes per chunk. The time grows with tokens / RA_BLOCK_TOKENS +
+ * chunks * ranks / 64 (INTERVALS: with tokens). Threads, rings and layers may share a plan. */
 RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a);
 RINGATTN_API void      ra_plan_destroy(ra_plan *plan);               /* null is fine */
 
@@ -975,8 +975,8 @@ RINGATTN_API ra_status ra_backward(const ra_plan *plan, ra_ring *ring, const ra_
 RINGATTN_API ra_status ra_ring_once(const ra_desc *d, const ra_transport *transport,
                                     const ra_tensors *t, int64_t deadline_ns);
 
-/* Why the ring failed or, if it has not, why one of its calls was last refused: a sentence, or "".
- * Valid until the next call on the ring. */
+/* Why the ring failed or, if it has not, which field of the last refused call was wrong and why; or
+ * "". Valid until the next call on the ring, this one too. */
 RINGATTN_API const char *ra_ring_explain(const ra_ring *ring);
 
 /* -------------------------------------------------------------------------- engines with threads
@@ -1125,7 +1125,7 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
  * between ranks) a table covers these rows. Entries of rows that are not stored yet are not read,
  * and those of pages that no row of the call sees may be -1. A prefix in the same pages is read
  * once for up to 16 Hkv / Hq sequences b, b + 1, .. that have one new token each, if queries travel
- * (or on one rank), in whole leaves of 1024 rows of a lane, so beyond 1024 * lanes tokens or so.
+ * (or on one rank), in units of 1024 rows of a lane: from about 1024 * lanes tokens on.
  *
  * Either every rank attends all queries to its own keys, or it gets the keys of the others (with
  * RA_CAP_SHARED it reads them in place), whichever costs less. Partial results of the lanes are
@@ -1317,7 +1317,7 @@ struct ra_transport {
     int (*sendrecv)(void *ctx, int to, const void *s, size_t s_len, int from, void *r, size_t r_len,
                     uint64_t tag, int64_t deadline_ns);
 
-    /* Level 1. Never blocks. Sets those of ops[0..n) that are RA_MSG_IDLE and that it accepts
+    /* Level 1. Never blocks. Each of ops[0..n) that is RA_MSG_IDLE and that it accepts becomes
      * PENDING, or DONE at once. It may leave ops IDLE, but accepts none before an earlier one of
      * the same peer, channel and direction. Accept receives before sends, wherever they are in ops:
      * a peer's send may wait for them. RA_OK: none is left IDLE. RA_AGAIN: some are; the library
@@ -15350,6 +15350,7 @@ struct ra_ring {
     ra_ring_counters counters;         /* each word on its own is atomic */
     ra_failure failure;
     ra_error refusal;
+    char said[RA_TEXT_BYTES + 64];     /* its field and sentence, for ra_ring_explain */
     ra__journal journal;
 };
 
@@ -19998,7 +19999,14 @@ RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char 
 
 RINGATTN_API const char *ra_ring_explain(const ra_ring *ring) {
     if (!ring) return "";
-    return ra__load_i32(&ring->crew.failed) ? ring->failure.text : ring->refusal.text;
+    if (ra__load_i32(&ring->crew.failed)) return ring->failure.text;
+    if (!ring->refusal.status) return "";
+    ra_ring *r = (ra_ring *)(uintptr_t)ring;
+    ra__text x = { r->said, sizeof r->said, 0 };
+    ra__put(&x, r->refusal.field);
+    ra__put(&x, ": ");
+    ra__put(&x, r->refusal.text);
+    return r->said;
 }
 
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
@@ -22292,7 +22300,7 @@ static ra_status ra__cache_fail(ra_cache *c, ra_status s, const char *field, con
 static ra_status ra__cache_op_failed(ra_cache *c, int code, int32_t peer) {
     const char *text = "the transport failed on a message of rank #";
     if (code == RA_E_PEER) text = "rank # is gone or silent";
-    if (code == RA_E_TRUNC) text = "a message of rank # has another length: do counts agree?";
+    if (code == RA_E_TRUNC) text = "a message of rank # has another length: are all counts equal?";
     if (code == RA_E_ABORTED) text = "another rank failed or was cancelled, as rank # shows";
     if (code == RA_E_TIMEOUT) text = "the deadline passed while this rank waited for rank #";
     return ra__cache_fail(c, ra__ring_code(code), "transport", text, peer);
@@ -22345,7 +22353,7 @@ static ra_status ra__cache_check_frame(ra_cache *c, const ra__swap *x) {
                               in->peer);
     if (s == RA_E_MISMATCH)
         return ra__cache_fail(c, s, "cached",
-                              "or fresh, alibi or sinks of rank # differ from ours", in->peer);
+                              "fresh, alibi or sinks of rank # differ from those here", in->peer);
     if (s)
         return ra__cache_fail(c, s, "transport",
                               "a frame of rank # is damaged or not the one expected", in->peer);

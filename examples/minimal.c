@@ -31,7 +31,7 @@ static ra_status on_rank(ra_world *world, int rank, void *user) {   /* on the ra
     fill(&v[rank][0][0][0], sizeof v[rank] / sizeof(float), 3 * (uint32_t)rank + 2);
     ra_status status = ra_ring_once(&d, ra_world_transport(world, rank), &t, RA_NO_DEADLINE);
     if (status != RA_OK)
-        fprintf(stderr, "rank %d: %s %s\n", rank, ra_status_text(status), why.text);
+        fprintf(stderr, "rank %d: %s: %s %s\n", rank, ra_status_text(status), why.field, why.text);
     return status;
 }
 

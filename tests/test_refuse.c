@@ -1144,7 +1144,7 @@ TEST(jobs) {
     ra_desc d;
     ra_job job = { 0 };
     scope = IN_JOB;
-    CHECK(e != NULL && e->status == RA_OK);
+    CHECK(e != NULL && e->status == RA_OK && !ra_ring_explain(ring)[0]);
     base_tensors(&t, ONE);
     job.tensors = &t;
     refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_NULL, "job.plan", NULL);
@@ -1171,6 +1171,7 @@ TEST(jobs) {
     CHECK_EQ(ra_join(ring, &job, -1), RA_E_RANGE);
     job.ticket = 0;
     refused(ra_begin(ring, NULL), ra_ring_error(ring), RA_E_NULL, "job", NULL);
+    CHECK(!strcmp(ra_ring_explain(ring), "job: is required"));
     job.plan = other;
     refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_SHAPE, "job.plan",
             "is for rank 1 of 4; the ring is for another rank");
