@@ -13798,6 +13798,8 @@ typedef struct ra__pass_lists {
     int64_t chunk_bytes;               /* longest message between neighbours */
     int64_t return_bytes;              /* backward: longest message to an owner */
     const ra__chunk *chunk;            /* all chunks of the pass */
+    int64_t *task_begin;               /* [B + 1] first task of a sequence */
+    int64_t unvisited;                 /* empty tiles of chunks that this rank never folds */
 } ra__pass_lists;
 
 /* Counts from which the size of a rank's workspace follows. own: own chunks that leave; stays:
@@ -13840,7 +13842,6 @@ struct ra_plan {
     ra__pass_lists forward, back;      /* back: if d.train is 1 */
     int32_t same_positions;            /* queries and keys are the same positions everywhere */
     int32_t owner_folds_twice;         /* backward, see ra__plan_fill_back */
-    int64_t *task_begin, *back_task_begin; /* [B + 1] first task of a sequence */
     ra__sizes sizes;                   /* of d.rank */
     int32_t *readers;                  /* ranks that read this rank's keys */
     ra__source_rank *source;           /* ranks whose keys it reads, by `end` */
@@ -13851,7 +13852,6 @@ struct ra_plan {
     ra__span *span;                    /* RA_TRAVEL_Q: scratch of ra__key_spans */
     struct ra__play *play;             /* scratch of ra__tour_exchanges */
     int32_t forward_buffers;           /* of the same plan without training */
-    int64_t unvisited, back_unvisited; /* empty tiles of chunks that this rank never folds */
     ra_plan_report report;             /* of d.rank */
 };
 
@@ -15269,7 +15269,6 @@ struct ra_ring {
 
     const ra_plan *plan;               /* of the pass; below: what begin sets */
     const ra__pass_lists *lists;       /* of the plan, for this kind of pass */
-    const int64_t *task_begin;         /* [B + 1] first task of a sequence */
     ra_tensors t;
     ra__agreed agreed;                 /* of plan and call; under comm, as the next two */
     uint32_t space;                    /* see ra__frame; 0: messages are copied */
@@ -15703,8 +15702,8 @@ static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
     }
     if (l->kind == RA_LAYOUT_CONTIGUOUS || l->kind == RA_LAYOUT_ZIGZAG)
         for (int keys = 0; keys < 2; keys++) p->cut[keys] = (int64_t *)ra__carve(a, cuts);
-    p->task_begin = (int64_t *)ra__carve(a, (B + 1) * 8);
-    p->back_task_begin = (int64_t *)ra__carve(a, (B + 1) * 8);
+    p->forward.task_begin = (int64_t *)ra__carve(a, (B + 1) * 8);
+    p->back.task_begin = (int64_t *)ra__carve(a, (B + 1) * 8);
     p->readers = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
     p->source = (ra__source_rank *)ra__carve(a, d->ranks * (int64_t)sizeof *p->source);
 }
@@ -15868,8 +15867,9 @@ static void ra__lists_visit(ra__listing *l, int64_t c) {
 
 /* Lists what this rank folds, receives and sends in a pass, in its order. The second visits of own
  * chunks come before the end of their sequence. tasks: [B + 1] first task of a sequence here. */
-static void ra__lists_fill(const ra__tour *w, const int64_t *tasks, ra__pass_lists *r) {
+static void ra__lists_fill(const ra__tour *w, ra__pass_lists *r) {
     ra__listing l = { w, r, 0, 0, 0 };
+    const int64_t *tasks = r->task_begin;
     int64_t k = 0;
     r->backward = w->back;
     r->chunk = w->t->chunk;
@@ -16438,24 +16438,6 @@ static void ra__plan_fill_back(ra_plan *p) {
     p->back.return_bytes = ra__tour_longest(&w, p->d.ranks);
 }
 
-/* Makes all the rest of the plan from the list of chunks. */
-static void ra__plan_fill(ra_plan *p) {
-    for (int32_t r = 0; r < p->d.ranks; r += RA__VIEWERS)
-        for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
-    ra__plan_places(p);
-    ra__plan_rounds(p);
-    ra__plan_direction(p);
-    ra__tour tour = ra__tour_of(p, 0);
-    p->forward.chunk_bytes = ra__tour_longest(&tour, 1);
-    if (p->d.train) ra__plan_fill_back(p);
-    p->sizes = ra__plan_sizes(p, p->d.rank, p->task_begin);
-    for (int32_t b = 0; b <= p->d.sequences; b++) p->back_task_begin[b] = b * p->sizes.back.tasks;
-    ra__lists_fill(&tour, p->task_begin, &p->forward);
-    tour = ra__tour_of(p, 1);
-    if (p->d.train) ra__lists_fill(&tour, p->back_task_begin, &p->back);
-    ra__plan_readers(p);
-}
-
 /* Empty tiles of chunks that never reach this rank. A pass counts them without visiting them. */
 static int64_t ra__plan_unvisited(const ra_plan *p, const ra__travel *t) {
     int keys = t == &p->queries;                       /* what stays here */
@@ -16471,23 +16453,43 @@ static int64_t ra__plan_unvisited(const ra_plan *p, const ra__travel *t) {
     return ra__mul_sat(n, p->d.q_heads);
 }
 
+/* Makes all the rest of the plan from the list of chunks. */
+static void ra__plan_fill(ra_plan *p) {
+    for (int32_t r = 0; r < p->d.ranks; r += RA__VIEWERS)
+        for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
+    ra__plan_places(p);
+    ra__plan_rounds(p);
+    ra__plan_direction(p);
+    ra__tour tour = ra__tour_of(p, 0);
+    p->forward.chunk_bytes = ra__tour_longest(&tour, 1);
+    if (p->d.train) ra__plan_fill_back(p);
+    p->sizes = ra__plan_sizes(p, p->d.rank, p->forward.task_begin);
+    for (int32_t b = 0; b <= p->d.sequences; b++) p->back.task_begin[b] = b * p->sizes.back.tasks;
+    for (int back = 0; back <= p->d.train; back++) {
+        ra__pass_lists *lists = back ? &p->back : &p->forward;
+        tour = ra__tour_of(p, back);
+        ra__lists_fill(&tour, lists);
+        lists->unvisited = ra__plan_unvisited(p, tour.t);
+    }
+    ra__plan_readers(p);
+}
+
 /* Lists the calls of sendrecv, for transports that have nothing else. It simulates all ranks, so it
  * is done when a ring first needs it. Threads may create rings of the plan at the same time. */
 static void ra__plan_exchanges(const ra_plan *plan) {
-    const ra_pass_figures *f = &plan->report.forward, *g = &plan->report.backward;
     ra_plan *p = (ra_plan *)(uintptr_t)plan;
-    ra__tour w = ra__tour_of(p, 0);
     if (p->d.ranks < 2) return;
     if (!ra__cas_i32(&p->play->state, RA__PLAY_NONE, RA__PLAY_STARTED)) {
         while (ra__load_i32(&p->play->state) != RA__PLAY_DONE) ra__yield();
         return;
     }
-    p->forward.exchanges = ra__tour_exchanges(&w, p->play, f->tiles_partial + f->tiles_full,
-                                              p->forward.exchange);
-    w = ra__tour_of(p, 1);
-    if (p->d.train)
-        p->back.exchanges = ra__tour_exchanges(&w, p->play, g->tiles_partial + g->tiles_full,
-                                               p->back.exchange);
+    for (int back = 0; back <= p->d.train; back++) {
+        const ra_pass_figures *f = back ? &p->report.backward : &p->report.forward;
+        ra__pass_lists *lists = back ? &p->back : &p->forward;
+        const ra__tour w = ra__tour_of(p, back);
+        lists->exchanges = ra__tour_exchanges(&w, p->play, f->tiles_partial + f->tiles_full,
+                                              lists->exchange);
+    }
     ra__store_i32(&p->play->state, RA__PLAY_DONE);
 }
 
@@ -16565,8 +16567,6 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     p->keys.chunks = ra__chunk_all(p, 1, p->order == RA_ORDER_DESCENDING, p->keys.chunk);
     RINGATTN_ASSERT(p->keys.chunks <= keys);
     ra__plan_fill(p);
-    p->unvisited = ra__plan_unvisited(p, &p->keys);
-    p->back_unvisited = ra__plan_unvisited(p, ra__back_travel(p));
     ra__plan_report(p, p->d.rank, &p->report);
     p->d.error = NULL;
     *out = p;
@@ -18712,7 +18712,7 @@ static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
             return 1;
         }
         int32_t b = r->lists->fold[f].sequence;
-        desk->claim.task = r->task_begin[b] + r->claim_task;
+        desk->claim.task = r->lists->task_begin[b] + r->claim_task;
         int32_t before = r->lists->fold[f].index;
         int32_t next = ra__load_i32(&r->turn[desk->claim.task].next);
         if (next < before) return 0;
@@ -18720,7 +18720,7 @@ static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
             desk->open = 0;
             ra__store_i64(&desk->fold, f);
         }
-        if (++r->claim_task == r->task_begin[b + 1] - r->task_begin[b]) {
+        if (++r->claim_task == r->lists->task_begin[b + 1] - r->lists->task_begin[b]) {
             r->claim_task = 0;
             r->claim_fold++;
             if (r->has_transport && !r->tp.post) ra__ring_advance(r);
@@ -18780,7 +18780,7 @@ static void ra__fold_open(const ra_ring *r, ra__desk *desk, uint8_t *memory, ra_
     ra__arena a = { memory, 0 };
     ra__scratch_carve(&a, &p->d, p->sizes.panels, &h->x);
     h->t = ra__task_of(b, blocks * (p->d.q_heads / p->d.kv_heads), p->sizes.panels,
-                       desk->claim.task - p->task_begin[b]);
+                       desk->claim.task - r->lists->task_begin[b]);
     ra__task_rows(&r->work, &h->t, &h->x);
     h->seen = ra__bounds_none();
     for (int32_t i = 0; i < h->t.count; i++) ra__bounds_join(&h->seen, &h->x.bounds[i]);
@@ -18895,7 +18895,7 @@ static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint
     ra__seg rows = { 0, 0, 0, 1 };
     ra__engine_scratch x;
     ra__item item;
-    const int64_t f = claim->fold, task = claim->task - p->task_begin[e->sequence];
+    const int64_t f = claim->fold, task = claim->task - r->lists->task_begin[e->sequence];
     int any = ra__ring_item(r, f, &item), code = 0;
     int edge = (r->lists->fold[f].index == 0 ? RA__FIRST : 0) |
                (r->lists->fold[f].last ? RA__LAST : 0);
@@ -19162,7 +19162,7 @@ static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory
         h->seen = ra__packed_bounds(d, &h->p.c);
     }
     if (q) blocks = any ? ra__chunk_blocks(&h->p.c) : 0;
-    h->s = ra__ring_slice(r, b, desk->claim.task - r->task_begin[b], blocks);
+    h->s = ra__ring_slice(r, b, desk->claim.task - r->lists->task_begin[b], blocks);
     dq.batch = r->plan->report.q_rows * dq.token;
     if (q) dq = ra__view_packed(h->p.sums, d->q_heads, d->k_dim, RA_F32);
     if (h->s.want_q && (q || r->back.d_q.data))
@@ -19590,7 +19590,7 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     for (int i = 0; i < RA__PASS_COUNTERS; i++) ra__store_i64(ra__pass_counter(c, i), 0);
     const int back = r->lists->backward;
     const ra_pass_figures *all = back ? &p->report.backward : &p->report.forward;
-    ra__store_i64(&c->tiles_empty, back ? p->back_unvisited : p->unvisited);
+    ra__store_i64(&c->tiles_empty, r->lists->unvisited);
     ra__store_i64(&c->tiles_all, all->tiles_partial + all->tiles_full);
     ra__store_i32(&c->waiting_peer, r->lists->recvs ? ra__ring_peer(r, -1) : -1);
     ra__store_i64(&c->pass, r->pass);
@@ -19605,7 +19605,7 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
         r->queue[k].posted = 0;
         ra__store_i64(&r->queue[k].done, 0);
     }
-    memset(r->turn, 0, (size_t)r->task_begin[p->d.sequences] * sizeof *r->turn);
+    memset(r->turn, 0, (size_t)r->lists->task_begin[p->d.sequences] * sizeof *r->turn);
     for (int32_t i = 0; i < p->d.threads; i++) {
         ra__store_i32(&r->desk[i].taken, 0);
         ra__store_i64(&r->desk[i].fold, RA__NO_FOLD);
@@ -19670,8 +19670,6 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__begin_earlier(ring);
     ring->plan = job->plan;
     ring->lists = job->pass == RA_PASS_BACKWARD ? &job->plan->back : &job->plan->forward;
-    ring->task_begin = job->pass == RA_PASS_BACKWARD ? job->plan->back_task_begin
-                                                     : job->plan->task_begin;
     ring->notices = ring->shared && job->pass == RA_PASS_FORWARD;
     ring->t = *job->tensors;
     ring->agreed_known = 0;
@@ -20327,7 +20325,6 @@ static void ra__resume_step_back(ra_ring *r) {
         ra__store_i64(ra__pass_counter(&r->counters, i), r->earlier.counted[i]);
     r->plan = r->earlier.plan;
     r->lists = &r->plan->forward;
-    r->task_begin = r->plan->task_begin;
     r->t = r->earlier.t;
     r->kv[0] = r->earlier.kv[0];
     r->kv[1] = r->earlier.kv[1];
@@ -20380,6 +20377,7 @@ static void ra__resume_lists(ra_ring *r) {
     const int64_t came = ra__max(r->kept_count, r->queue[RA__RECEIVES].done);
     w->direction = old->direction;
     w->chunk = old->chunk;
+    w->task_begin = old->task_begin;
     w->folds = r->serves ? 0 : old->folds;
     if (w->folds) memcpy(w->fold, old->fold, (size_t)w->folds * sizeof *w->fold);
     for (int64_t f = 0; f < w->folds; f++) w->fold[f].recv = -1;

@@ -941,7 +941,7 @@ TEST(last_messages_end_no_series) {
     CHECK(flat_seats[0].plan->d.buffers >= flat_seats[0].plan->forward.recvs);
     (void)flat_pass(2, 1);
     for (int r = 0; r < 2; r++) {
-        const int64_t tasks = flat_seats[r].plan->task_begin[1];
+        const int64_t tasks = flat_seats[r].plan->forward.task_begin[1];
         snprintf(h_run.context, sizeof h_run.context, "rank %d: %d tasks, opened %d times", r,
                  (int)tasks, (int)flat_seats[r].opened);
         CHECK(flat_seats[r].opened <= 2 * tasks);
