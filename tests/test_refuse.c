@@ -2043,6 +2043,28 @@ TEST(cache) {
     CHECK(c == NULL);
 }
 
+/* Keys may travel in the cache, but in this call they are too many for one message. */
+TEST(cache_of_long_messages) {
+    const int64_t cached = 4000, fresh = 4;
+    ra_cache_desc cd = { 0 };
+    ra_cache *c = NULL;
+    ra_tensors none = { 0 };
+    ra_transport t;
+    ra_desc d = ra_desc_make(4, 2, 8, RA_F32, RA_MASK_CAUSAL);
+    scope = IN_CACHE;
+    d.tokens = 4;
+    d.kv_tokens = 4096;
+    d.ranks = 2;
+    cd.travel = RA_INFER_PASS_KV;
+    base_transport(&t, 0);
+    t.max_msg = 65536;
+    CHECK_EQ(ra_cache_create(&c, &d, &t, &cd), RA_OK);
+    refused(ra_infer(c, &none, &cached, &fresh, RA_NO_DEADLINE), ra_cache_error(c),
+            RA_E_TRANSPORT, "transport.max_msg",
+            "rows of keys, which RA_INFER_PASS_KV sends in one message: take RA_INFER_AUTO");
+    CHECK_EQ(ra_cache_destroy(c), RA_OK);
+}
+
 /* A thread that brings a ticket late learns how that pass ended, not how a later one did. */
 TEST(late_tickets) {
     static float q[64 * 16], o[64 * 16];
@@ -2129,6 +2151,7 @@ int main(int argc, char **argv) {
         ENTRY(attention_simple), ENTRY(states), ENTRY(allocations),
         ENTRY(no_allocation_in_a_pass), ENTRY(random_bytes), ENTRY(strides_together),
         ENTRY(late_tickets), ENTRY(names_of_constants), ENTRY(training_fields), ENTRY(cache),
+        ENTRY(cache_of_long_messages),
         ENTRY(every_refusal),
     };
     int failed;
