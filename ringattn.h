@@ -377,7 +377,7 @@ RINGATTN_API int32_t     ra_version(void);                           /* RINGATTN
 enum { RA_TEXT_BYTES = 640 };          /* every sentence fits, with its final 0 */
 
 typedef struct ra_error {              /* why a call was refused, or how it failed */
-    ra_status status;
+    ra_status status;                  /* RA_OK: nothing was refused */
     char field[40];                    /* what was refused: "mask.window". A failed pass: "pass" */
     char text[RA_TEXT_BYTES];          /* what is wrong with it; print "field: text" */
 } ra_error;
@@ -391,7 +391,7 @@ RINGATTN_API int64_t ra_deadline_ms(int64_t ms);                     /* ms from 
 typedef struct ra_allocator {          /* all zero: malloc and free; otherwise set both callbacks */
     void *(*alloc)(void *ctx, size_t bytes, size_t align);           /* may return null */
     void  (*free)(void *ctx, void *ptr, size_t bytes);
-    void  *ctx;
+    void  *ctx;                        /* passed to both */
 } ra_allocator;
 
 /* -------------------------------------------------------------------------- constants
@@ -432,8 +432,8 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);      /* "avx512"; never null 
  * floats per token have token_stride kv_dim * sizeof(float). A stride of 0 means packed: head = one
  * row, token = all heads, batch = token_stride times the rows of the longest sequence on this rank.
  * (On one rank those rows are the largest of tokens_of and of kv_tokens_of, whatever tokens and
- * kv_tokens are. K and V of a sharded cache have ra_cache_rows rows.) So a batch in memory with
- * room for more rows, such as a cache, needs a batch_stride even if token_stride is set.
+ * kv_tokens are. K and V of a sharded cache have ra_cache_rows rows.) So a batch with room for more
+ * rows, such as a cache, needs batch_stride, and [head][token][dim] head_stride and token_stride.
  *
  * The memory stays yours. Until the pass is done it must not move, and inputs must not change. Any
  * alignment that suits the element will do. Inputs may overlap one another, and the sequences of
@@ -550,7 +550,7 @@ struct ra_engine;
 typedef struct ra_rates {              /* all required and > 0, except latency, which may be 0 */
     double flops_per_s;                /* of one rank, all its threads */
     double link_bytes_per_s;           /* of one direction of one link */
-    double link_latency_s;
+    double link_latency_s;             /* of one message */
 } ra_rates;
 
 /* -------------------------------------------------------------------------- the descriptor
@@ -655,7 +655,7 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
  * with -1e9 everywhere sees all keys, but its gradients are 0. (Backward takes weights from the f32
  * LSE, off by a factor of up to exp(|LSE| / 2^23): a row whose |LSE| reaches 2^23 has none.) */
 typedef struct ra_bias {
-    const void *data;
+    const void *data;                  /* aligned to its element; see above */
     int64_t batch_step, head_step, row_step, key_step; /* bytes, multiples of an element */
     int64_t keys;                      /* required: positions from here on have bias 0 */
     int32_t dtype;                     /* of data: RA_F32, RA_F16 or RA_BF16; 0: RA_F32 */
@@ -665,7 +665,7 @@ typedef struct ra_bias {
  * is summed over rows, with key_step 0 over keys; one of them must be set. The elements of
  * different sequences and heads must not overlap: sum over those yourself. */
 typedef struct ra_bias_out {
-    float *data;
+    float *data;                       /* null: not wanted */
     int64_t batch_step, head_step, row_step, key_step;               /* bytes, multiples of 4 */
     int64_t keys;                      /* required: positions from here on are left out */
 } ra_bias_out;
@@ -684,7 +684,7 @@ typedef struct ra_tensors {
     const float *sinks;                /* [Hq] one logit per head, added once per row to the
                                         * denominator as exp(sink): not scaled, capped or dropped.
                                         * alibi, sinks and seed must be equal on all ranks */
-    ra_bias bias;
+    ra_bias bias;                      /* with RA_SCORE_BIAS */
     uint64_t seed;                     /* of dropout: the same forward and backward */
     /* Only for backward calls, which also read o and lse as forward left them: lse is required
      * there. Leave gradients that you do not want {0} or null; on one rank, and for d_q in a ring,
@@ -902,7 +902,7 @@ typedef struct ra_event {              /* traced and remembered when it has ende
     int32_t peer, origin, sequence;    /* -1: does not apply */
     int64_t pass, chunk;               /* chunk: its number in the plan; -1: none */
     int64_t q_row, q_rows, head;       /* TILE: what was computed against the chunk */
-    int64_t begin_ns, end_ns;
+    int64_t begin_ns, end_ns;          /* on the ring's clock */
     int64_t bytes;                     /* of the message */
     int64_t tiles;                     /* TILE: tiles of this step that were not empty */
     int32_t backward;                  /* 1: of a backward pass, where a TILE is one step of the
@@ -986,9 +986,9 @@ RINGATTN_API const char *ra_ring_explain(const ra_ring *ring);
 typedef struct ra_job {                /* copied by begin, with *tensors, without data */
     uint64_t ticket;                   /* ra_join: number of the pass, from 1, equal on all threads
                                         * and rising; gaps are fine. ra_begin: 0 */
-    const ra_plan *plan;
+    const ra_plan *plan;               /* read during the pass */
     const ra_tensors *tensors;
-    int64_t deadline_ns;
+    int64_t deadline_ns;               /* on the ring's clock; 0: none */
     int32_t pass;                      /* RA_PASS_*; backward needs a plan with train = 1 */
 } ra_job;
 
@@ -1199,8 +1199,8 @@ RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith);
 typedef struct ra_infer_job {          /* copied by begin, with *tensors and counts, without data */
     uint64_t ticket;                   /* number of the call, as in ra_job */
     const ra_tensors *tensors;
-    const int64_t *cached, *fresh;
-    int64_t deadline_ns;
+    const int64_t *cached, *fresh;     /* [B] see ra_infer */
+    int64_t deadline_ns;               /* 0: none */
 } ra_infer_job;
 RINGATTN_API ra_status ra_infer_join(ra_cache *c, const ra_infer_job *job, int ith);
 /* Any thread, any time: as ra_ring_cancel. */
@@ -1278,9 +1278,9 @@ enum {
 };
 
 typedef struct ra_transport_op {       /* the library's; stays at its address while PENDING */
-    uint8_t  kind, channel;
-    uint16_t flags;
-    int32_t  peer;
+    uint8_t  kind, channel;            /* RA_MSG_SEND or RA_MSG_RECV; channel 0 or 1 */
+    uint16_t flags;                    /* RA_MSG_LOAN_OK, or 0 */
+    int32_t  peer;                     /* the rank at the other end */
     uint64_t tag;                      /* below 2^tag_bits, equal on both sides; order suffices */
     void    *buf;                      /* read-only while a send is PENDING, yours in a receive */
     size_t   len;                      /* exact */
@@ -1383,7 +1383,7 @@ typedef ra_status (*ra_rank_fn)(ra_world *world, int rank, void *user);
 typedef struct ra_world_desc {         /* {0} or a null pointer: all defaults */
     int32_t ranks;                     /* ra_world_create: required, 1..4096 */
     ra_allocator allocator;
-    ra_error *error;
+    ra_error *error;                   /* may be null */
 } ra_world_desc;
 
 /* Creates a world, runs fn on `ranks` threads, joins them, destroys it. If fn of one rank returns
@@ -1410,7 +1410,7 @@ RINGATTN_API void ra_world_destroy(ra_world *world); /* after all rings on it; n
 typedef struct ra_block {
     const ra_desc *desc;               /* resolved */
     const ra_tensors *tensors;         /* of the call: alibi and bias (the library applies sinks) */
-    int32_t sequence, thread;
+    int32_t sequence, thread;          /* thread: ith of the step */
     int32_t partial;                   /* 0: every row sees every key, ignore the intervals */
     int64_t q_row, q_rows, k_rows;     /* q_row: first row among this rank's (for bias) */
     const uint8_t *q, *k, *v;          /* row 0, head 0 */
@@ -1425,7 +1425,7 @@ typedef struct ra_block {
 typedef struct ra_engine {
     uint32_t size, abi;                /* sizeof(ra_engine), RA_ENGINE_ABI */
     int64_t  block_queries;            /* most rows of a call, a multiple of 64; 0: 256 */
-    void    *ctx;
+    void    *ctx;                      /* passed to fold */
     int    (*fold)(void *ctx, const ra_block *block);                /* required */
     /* v1 ends here; append only */
 } ra_engine;
@@ -10179,7 +10179,9 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     ra__number(&x, "page_tokens", d->page_tokens, 0, 1 << 24);
     ra__constant(&x, "mask.kind", m->kind, 1, RA_MASK_INTERVALS, "RA_MASK_#");
     ra__number(&x, "mask.causal_block", m->causal_block, 0, 1 << 30);
-    ra__number(&x, "mask.window", m->window, 0, RA_MAX_POSITION);
+    ra__refuse_pair_if(&x, m->window < 0 || m->window > RA_MAX_POSITION, RA_E_RANGE,
+                       "mask.window", "# is not in 0..@; 0 is no limit", m->window,
+                       RA_MAX_POSITION);
     ra__number(&x, "mask.right_limit", m->right_limit, 0, RA_MAX_POSITION);
     ra__number(&x, "mask.prefix", m->prefix, 0, RA_MAX_POSITION);
     ra__number(&x, "mask.keep", m->keep, 0, RA_MAX_POSITION);
@@ -12140,7 +12142,7 @@ static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int key
     if (!ra__positions_set(p)) return keys ? RA_OK : ra__check_intervals(d, d->error);
     if (d->tokens_of || d->kv_tokens_of)
         return ra__refuse(d->error, RA_E_SHAPE, field,
-                          "give every sequence the same rows: no tokens_of, no kv_tokens_of", 0);
+                          "needs tokens_of and kv_tokens_of null: all sequences have its rows", 0);
     if (p->array) {
         side->layout = RA_LAYOUT_ARRAY;
         side->array = p->array;

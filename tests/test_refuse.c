@@ -241,7 +241,7 @@ static const row desc_rows[] = {
     { ONE, D(mask.causal_block), I32, -1, RA_E_RANGE, "-1 is not in 0..1073741824" },
     { INTERVALS, D(mask.causal_block), I32, 16, RA_E_SHAPE,
       "16 needs RA_MASK_CAUSAL, not RA_MASK_INTERVALS" },
-    { ONE, D(mask.window), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
+    { ONE, D(mask.window), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632; 0 is no limit" },
     { ONE, D(mask.window), I64, INT64_MIN, RA_E_RANGE,
       "-9223372036854775808 is not in 0..2147483632" },
     { INTERVALS, D(mask.window), I64, 5, RA_E_SHAPE, "is 5; it must be 0 with RA_MASK_INTERVALS" },
