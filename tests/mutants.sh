@@ -20,7 +20,7 @@ build() {
     case $1 in
         hooks) $cc -c -o "$work/hooks.o" tests/hooks.c ;;
         sim | resume | failure) $cc -o "$work/$1" "tests/test_$1.c" "$work/hooks.o" -lm ;;
-        schedule | cache) $cc -o "$work/$1" "tests/test_$1.c" -lm ;;
+        schedule | cache | forward) $cc -o "$work/$1" "tests/test_$1.c" -lm ;;
         rows) $cc -o "$work/rows" tests/test_bits.c -lm ;;
         batches) $native -o "$work/batches" tests/test_resume.c tests/hooks.c -lm ;;
         world)
@@ -36,6 +36,7 @@ try() {
         schedule) timeout 120 "$work/schedule" --first ;;
         rows) timeout 60 "$work/rows" rows_of_any_call --first ;;
         cache) timeout 60 "$work/cache" chosen --first ;;
+        forward) timeout 90 "$work/forward" modified_decode --first ;;
         resume) timeout 120 "$work/resume" --first ;;
         failure) timeout 60 "$work/failure" default_watchdog --first ;;
         ends) timeout 60 "$work/failure" world --first ;;
@@ -77,7 +78,7 @@ python3 tests/plant.py "$list" ringattn.h > "$work/ringattn.h" 2> "$work/unplant
     cat "$work/unplanted"
     exit 1
 }
-for programs in 'hooks schedule world rows cache' "sim resume failure $batches"; do
+for programs in 'hooks schedule world rows cache forward' "sim resume failure $batches"; do
     echo $programs | xargs -n 1 -P "$jobs" sh tests/mutants.sh --build "$work"
 done
 if [ -s "$work/broken" ]; then
@@ -88,7 +89,7 @@ if [ -s "$work/broken" ]; then
 fi
 
 # Arguments for xargs: number, name and tests of each mistake; 0 is the header as it is.
-right="sim resume failure ends rows schedule world cache silence differences $batches"
+right="sim resume failure ends rows schedule world cache forward silence differences $batches"
 awk -F ' [|] ' -v list="$right" -v batches="$batches" 'BEGIN { split(list, right, " ")
         for (i = 1; i in right; i++) print "0\nright_" right[i] "\n" right[i] }
     /^#/ || !NF { next }

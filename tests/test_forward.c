@@ -1323,23 +1323,26 @@ TEST(hidden_blocks_are_as_masked) {
 }
 
 /* Decoding with biases that are 0 in most blocks, with ALiBi or a softcap or neither: the same bits
- * whether biases are contiguous or every second element, and beside another row. */
+ * whether biases are contiguous or every second element, and beside another row. The last block has
+ * 7 keys, whose biases are not whole words, and as a rule only that of the last key is not 0. */
 TEST(modified_decode_is_as_beside_another_row) {
-    enum { D = 64, KEYS = 900, HEADS = 16, ALL = HEADS * KEYS, LATE = KEYS - 300 };
+    enum { D = 64, KEYS = 903, HEADS = 16, ALL = HEADS * KEYS, LATE = KEYS - 300 };
     static float x[KEYS * HEADS * D], q[2 * HEADS * D], o[3][2 * HEADS * D], wide[2 * ALL];
     static uint8_t kept[KEYS * HEADS * D * 4], asked[sizeof q], bias[2][ALL * 4 * 4];
     float slope[HEADS];
     for (int i = 0; i < HEADS; i++) slope[i] = 0.02f * (float)i;
-    for (int64_t i = 0; i < 5 * 3 * 3 * 3 * 2; i++) {
+    for (int64_t i = 0; i < 5 * 3 * 4 * 3 * 2; i++) {
         h_rng r = h_case_rng(i);
-        const int32_t isa = (int32_t)(i / 54) + RA_ISA_SCALAR, form = (int32_t)(i % 3);
-        const int32_t data = (int32_t)(i / 3 % 3) + RA_F32, dtype = (int32_t)(i / 9 % 3) + RA_F32;
-        const int32_t size = dtype == RA_F32 ? 4 : 2, each = (int32_t)(i / 27 % 2);
+        const int32_t isa = (int32_t)(i / 72) + RA_ISA_SCALAR, form = (int32_t)(i % 3);
+        const int32_t data = (int32_t)(i / 3 % 4) + RA_F32, dtype = (int32_t)(i / 12 % 3) + RA_F32;
+        const int32_t asks = data == RA_Q8_0 ? RA_F32 : data, size = dtype == RA_F32 ? 4 : 2;
+        const int32_t each = (int32_t)(i / 36 % 2);
         const int32_t kv_heads = h_one_in(&r, 3) ? HEADS : h_one_in(&r, 2) ? 4 : 8;
         ra_tensors t = { 0 };
         ra_desc d;
         if (!ra_isa_available(isa) || !h_case(i)) continue;
         d = ra_desc_make(HEADS, kv_heads, D, data, RA_MASK_NONE);
+        d.q_dtype = asks;
         d.o_dtype = RA_F32;
         d.kv_tokens = KEYS;
         d.scores = RA_SCORE_BIAS | (form == 1 ? RA_SCORE_ALIBI : 0);
@@ -1356,7 +1359,7 @@ TEST(modified_decode_is_as_beside_another_row) {
             for (int k = 70; k < 150; k++) wide[j * KEYS + k] = -INFINITY;
         }
         CHECK_EQ(ra_convert(kept, data, x, RA_F32, KEYS * kv_heads * D), RA_OK);
-        CHECK_EQ(ra_convert(asked, data, q, RA_F32, 2 * HEADS * D), RA_OK);
+        CHECK_EQ(ra_convert(asked, asks, q, RA_F32, 2 * HEADS * D), RA_OK);
         CHECK_EQ(ra_convert(bias[0], dtype, wide, RA_F32, 2 * ALL), RA_OK);
         for (int64_t j = 0; j < 2 * ALL; j++)
             memcpy(bias[1] + 2 * j * size, bias[0] + j * size, (size_t)size);
@@ -1368,7 +1371,7 @@ TEST(modified_decode_is_as_beside_another_row) {
             scratch w;
             d.tokens = j == 2 ? 2 : 1;
             d.q_offset = KEYS - d.tokens;
-            t.q.data = asked + late * HEADS * D * (data == RA_F32 ? 4 : 2);
+            t.q.data = asked + late * HEADS * D * (asks == RA_F32 ? 4 : 2);
             t.bias.data = bias[j != 0] + late * apart * KEYS * size;
             t.bias.key_step = apart * size;
             t.bias.row_step = apart * KEYS * size;
