@@ -4,7 +4,7 @@
  * machine or on a sequence sharded across ranks (ring attention: Liu, Zaharia, Abbeel, arXiv
  * 2310.01889). The result is that of ordinary attention, not an approximation. With the usual
  * layouts and the default order it has the same bits for every number of ranks (over a sharded
- * cache, for every number of them with the same ra_cache_desc.lanes).
+ * cache, for every number of them for which ra_cache_desc.lanes is set to the same number).
  *
  *   You want                                            Call
  *   f32, causal, one thread, twelve plain arguments     ra_attention_simple
@@ -1127,10 +1127,10 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
  * once for up to 16 Hkv / Hq sequences b, b + 1, .. that have one new token each, if queries travel
  * (or on one rank), in units of 1024 rows of a lane: from about 1024 * lanes tokens on.
  *
- * Either every rank attends all queries to its own keys, or it gets the keys of the others (with
- * RA_CAP_SHARED it reads them in place), whichever costs less. Partial results of the lanes are
- * merged in a fixed tree. So bits do not depend on threads, on what travels, on the transport, or,
- * for an equal number of lanes, on ranks. */
+ * Either every rank attends all queries to its own keys, or it gets the keys of others (or reads
+ * them, with RA_CAP_SHARED), whichever costs less. Partial results of lanes merge in a fixed tree:
+ * if `lanes` is set, bits depend neither on threads nor on what travels, the transport or ranks.
+ * If not, 64 or more new tokens in shared memory are summed by position, as on one rank: faster. */
 typedef struct ra_cache ra_cache;
 /* OWN: a rank passes the queries of the new tokens whose positions it holds, and gets their
  * outputs. ALL: every rank passes the queries of all new tokens and gets all outputs. */
@@ -1143,8 +1143,8 @@ enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
 enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV, RA_INFER_MERGE };
 typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the first four */
     int64_t new_tokens;                /* most new tokens of a call; 0: sequences * tokens */
-    int32_t lanes;                     /* ranks..1024. Worlds get equal bits if their lanes are
-                                        * equal, such as 8 or 64. 0: by ranks and layout.weights */
+    int32_t lanes;                     /* ranks..1024. Worlds get equal bits if it is set to the
+                                        * same, such as 8 or 64. 0: by ranks and layout.weights */
     int32_t queries;                   /* RA_QUERIES_* */
     int32_t travel;                    /* RA_INFER_*; PASS_Q needs no buffers for keys */
     void   *workspace;                 /* as in ra_ring_desc */
@@ -9539,6 +9539,15 @@ static ra__view ra__view_packed(const uint8_t *data, int32_t heads, int32_t dim,
     return v;
 }
 
+/* For calls of one KV head whose keys are in several memories. `rows` copies n rows, from a
+ * position on: K to `to`, V 64 rows after it, both without gaps. With a list it adds them to it
+ * instead, as far as there is room. RA__BATCH blocks have room. */
+typedef struct ra__gather {
+    void (*rows)(const void *of, int64_t pos, int64_t n, uint8_t *to, ra__prefetch_list *ahead);
+    const void *of;
+    uint8_t *room;
+} ra__gather;
+
 /* What all tasks of a call share. */
 typedef struct ra__work {
     const ra_desc *d;                  /* resolved */
@@ -9556,6 +9565,7 @@ typedef struct ra__work {
     int32_t queries_kept;              /* 1: the panels of the only task hold its queries */
     float *merge_room;                 /* not null: rows are merged into o and lse, f32, instead of
                                         * written; memory for the rows of a panel */
+    const ra__gather *gather;          /* not null: it copies blocks of keys, by position */
 } ra__work;
 
 /* Checks of a struct. The first rule that is broken is refused as by ra__refuse.
@@ -10880,10 +10890,15 @@ static void ra__store_carve(ra__arena *a, const ra__bytes *size, int32_t shared,
     x->v = (uint8_t *)ra__carve(a, size->v * size->batch);
 }
 
-/* Bytes of the rows of a block of K and V, gathered out of their pages. */
-static int64_t ra__gathered_bytes(const ra_desc *d) {
+/* Bytes of the rows of a block of K and V of a head, without gaps. */
+static int64_t ra__block_bytes(const ra_desc *d) {
     const int64_t v = d->v_in_k ? 0 : ra__row_bytes(d->v_dtype, d->v_dim);
-    return d->page_tokens ? RA_BLOCK_TOKENS * (ra__row_bytes(d->k_dtype, d->k_dim) + v) : 0;
+    return RA_BLOCK_TOKENS * (ra__row_bytes(d->k_dtype, d->k_dim) + v);
+}
+
+/* The same, if they may have to be gathered out of pages. */
+static int64_t ra__gathered_bytes(const ra_desc *d) {
+    return d->page_tokens ? ra__block_bytes(d) : 0;
 }
 
 static void ra__scratch_carve(ra__arena *a, const ra_desc *d, int32_t panels, ra__scratch *x) {
@@ -11146,6 +11161,16 @@ static void ra__keys_gather(const ra_desc *d, const ra__item *item, const ra__se
     keys->v_stride = v;
 }
 
+/* Copies a block of keys, from position `pos` on, to `to` by w->gather, and points `keys` there. */
+static void ra__keys_copy(const ra__work *w, int64_t pos, uint8_t *to, ra__keys *keys) {
+    const int64_t k = ra__row_bytes(w->d->k_dtype, w->d->k_dim);
+    w->gather->rows(w->gather->of, pos, keys->n, to, NULL);
+    keys->k = to;
+    keys->k_stride = k;
+    keys->v = to + RA_BLOCK_TOKENS * k;
+    keys->v_stride = ra__row_bytes(w->d->v_dtype, w->d->v_dim);
+}
+
 /* Folds the waiting blocks into the panels of the task. */
 static void ra__task_flush(const ra__work *w, const ra__task *t, ra__scratch *x) {
     const int32_t end = t->first + t->count;
@@ -11244,10 +11269,14 @@ static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item 
         if (n == 0) a->next_pos = pos ? pos[0] : (int32_t)s.pos;
         s.row += s.rows * h / t->heads;
         s.rows = s.rows * (h + 1) / t->heads - s.rows * h / t->heads;
+        n++;
+        if (w->gather) {
+            w->gather->rows(w->gather->of, s.pos, s.rows, NULL, a);
+            continue;
+        }
         ra__keys keys = ra__block_keys(item, which, &s, t->kv_head - h, NULL);
         ra__prefetch_add(a, keys.k, keys.k_stride, keys.n, k_bytes);
         ra__prefetch_add(a, keys.v, keys.v_stride, keys.n, v_bytes);
-        n++;
     }
     ra__next_ahead(w, x);
     a->step = 2 * RA_BLOCK_TOKENS * n / (32 * t->heads * t->count * x->size.batch) + 1;
@@ -11283,6 +11312,8 @@ static void ra__task_block(const ra__work *w, const ra__task *t, const ra__item 
     if (item->paged.table)
         ra__keys_gather(w->d, item, &s, t->kv_head, x->gathered + at * ra__gathered_bytes(w->d),
                         &x->keys[at]);
+    if (w->gather)
+        ra__keys_copy(w, s.pos, w->gather->room + at * ra__block_bytes(w->d), &x->keys[at]);
     w->kernel->prepare(&x->keys[at], w->d, &store, partial);
     if (++x->waiting < x->size.batch) return;
     ra__task_ahead(w, t, item, i + 1, x);
@@ -17930,16 +17961,11 @@ static uint8_t *ra__ring_fold_grads(const ra_ring *r, int64_t f) {
 
 /* Copies rows of a view, all heads packed. */
 static void ra__pack_rows(uint8_t *to, ra__view from, int64_t rows, int32_t heads, int64_t bytes) {
-    for (int64_t i = 0; i < rows; i++) {
-        const uint8_t *row = ra__view_at(from, 0, i, 0).data;
-        if (from.head == bytes) {
-            memcpy(to, row, (size_t)(bytes * heads));
-            to += bytes * heads;
-            continue;
-        }
-        for (int32_t h = 0; h < heads; h++, to += bytes)
-            memcpy(to, row + h * from.head, (size_t)bytes);
-    }
+    const int beside = from.head == bytes;
+    const int64_t size = beside ? bytes * heads : bytes;
+    for (int64_t i = 0; i < rows; i++)
+        for (int32_t h = 0; h < (beside ? 1 : heads); h++, to += size)
+            memcpy(to, from.data + i * from.token + h * from.head, (size_t)size);
 }
 
 /* The same for the rows of a segment, in pieces. */
@@ -21019,6 +21045,14 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  * and the rank sends one partial result for each. None of this depends on ranks, threads, other
  * rows, or what travels.
  *
+ * By position. If the number of lanes is not set and memory is shared, the keys of a sequence with
+ * 64 new tokens or more are summed in the order of their positions, in the form of prefill, as on
+ * one rank with one lane. Such a call is a pool. Each block of 64 keys is copied together out of
+ * the memory of the ranks that hold it.
+ * PERF: lanes cost a row as many sums, of which each is begun, ended and merged. All ranks on one
+ * thread of a Zen 5, chunks of 256 tokens of a prompt of 2048, 32/8 heads, D 128, bf16, speed
+ * relative to one rank: 4 ranks 0.87 -> 0.97, 2 ranks 0.95 -> 0.97.
+ *
  * Merging. In one exchange (RA_INFER_PASS_Q) a rank gets the partial results of its rows from all
  * others and merges them. In two (RA_INFER_MERGE) it first gets those of its share, an equal part
  * of the pairs (row, head) of all rows, and merges them; then it sends the sums to the ranks that
@@ -21113,6 +21147,8 @@ typedef struct ra__cache_desk {
     float *partial[RA__TREE_DEPTH + 3]; /* partial results; the last: of a portion of a pool */
     uint8_t *workspace;
     uint8_t *queries;                  /* of a portion of a pool of several ranks, packed */
+    const struct ra_cache *of;         /* of its portion */
+    ra__gather gather;                 /* of a portion by position */
     int32_t busy, open, idle;          /* atomic. 1: a thread is at the desk; 1: it has a portion;
                                         * how often it was seen since a thread left it */
     ra__cache_portion x;
@@ -21138,6 +21174,7 @@ struct ra_cache {
                                         * number does */
     int64_t lane_rows, write_rows;     /* rows of a lane; rows that a portion writes */
     int64_t tile_rows, portion_rows;   /* most rows of a prefill portion; the most in this call */
+    int64_t ordered_rows;              /* most rows of a portion by position; 0: there are none */
     int32_t *lane_first;               /* [ranks + 1] */
     int32_t *lane_owner;               /* [lanes] */
     int32_t *tree_first;               /* [ranks + 1] first subtree of a rank */
@@ -21407,6 +21444,11 @@ static int64_t ra__keys_most(const ra_cache *c) {
                                                        8 * ra__partial_floats(&c->d)));
 }
 
+/* The most rows of a portion in the form of prefill. */
+static int64_t ra__most_tile_rows(const ra_cache *c) {
+    return ra__max(c->tile_rows, c->ordered_rows);
+}
+
 /* Workspace of a call on keys of a lane. Another rank may hold them in pages. */
 static int64_t ra__walk_bytes(const ra_cache *c, const ra_desc *d) {
     ra_desc any = *d;
@@ -21415,19 +21457,22 @@ static int64_t ra__walk_bytes(const ra_cache *c, const ra_desc *d) {
 }
 
 static void ra__cache_carve_desks(ra__arena *a, ra_cache *c) {
-    const int64_t tile = c->tile_rows * c->group * (c->d.v_dim + 1);
-    const int64_t few = c->decode_tokens * ra__partial_floats(&c->d);
-    const int64_t queries = ra__max(c->tile_rows, c->decode_tokens * c->d.kv_heads) * c->group *
+    const int64_t row = c->group * (int64_t)(c->d.v_dim + 1), most = ra__most_tile_rows(c);
+    const int64_t few = ra__max(1, c->decode_tokens) * ra__partial_floats(&c->d);
+    const int64_t queries = ra__max(most, c->decode_tokens * c->d.kv_heads) * c->group *
                             ra__row_bytes(c->d.q_dtype, c->d.k_dim);
     const int64_t bytes = ra__max(ra__walk_bytes(c, &c->tile), ra__walk_bytes(c, &c->decode));
     for (int32_t i = 0; i < c->d.threads; i++) {
         ra__cache_desk x;
         memset(&x, 0, sizeof x);
-        for (int32_t j = 0; j < RA__TREE_DEPTH + 3; j++)
-            x.partial[j] = (float *)ra__carve(a, 4 * ra__max(ra__max(tile, few),
-                                                         ra__partial_floats(&c->d)));
+        for (int32_t j = 0; j < RA__TREE_DEPTH + 3; j++) {
+            const int64_t rows = j < RA__TREE_DEPTH + 2 ? c->tile_rows : most;
+            x.partial[j] = (float *)ra__carve(a, 4 * ra__max(rows * row, few));
+        }
         x.workspace = (uint8_t *)ra__carve(a, bytes);
         if (c->ranks > 1) x.queries = (uint8_t *)ra__carve(a, queries);
+        if (c->ordered_rows)
+            x.gather.room = (uint8_t *)ra__carve(a, RA__BATCH * ra__block_bytes(&c->d));
         if (a->base) c->desk[i] = x;
     }
 }
@@ -21604,6 +21649,11 @@ static int64_t ra__merge_most(const ra_cache *c) {
     return ra__min(c->most_rows, c->d.sequences * (int64_t)ra__max(1, c->decode_tokens));
 }
 
+/* The most rows of a portion of up to `panels` panels. */
+static int64_t ra__tile_rows(const ra_cache *c, int32_t panels) {
+    return RA_BLOCK_TOKENS * ra__max(1, ra__min(4, panels / c->group));
+}
+
 /* Fills in everything of a cache except its memory. */
 static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra_cache *c) {
     ra_error *e = d ? d->error : NULL;
@@ -21626,8 +21676,10 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->decode_tokens = c->group <= RA__DECODE_PAIRS ? RA__DECODE_PAIRS / c->group : 0;
     c->lane_rows = ra__ceil_div(c->d.kv_tokens, RA__LANE_BLOCK * (int64_t)c->lanes);
     c->lane_rows *= RA__LANE_BLOCK;
-    c->tile_rows = (c->lanes > 1 ? RA__PANELS / 2 : RA__PANELS) / c->group;
-    c->tile_rows = RA_BLOCK_TOKENS * ra__max(1, ra__min(4, c->tile_rows));
+    c->tile_rows = ra__tile_rows(c, c->lanes > 1 ? RA__PANELS / 2 : RA__PANELS);
+    if (c->ranks > 1 && !c->cd.lanes && c->cd.queries == RA_QUERIES_OWN &&
+        (c->cd.travel == RA_INFER_AUTO || c->cd.travel == RA_INFER_PASS_KV))
+        c->ordered_rows = ra__tile_rows(c, RA__PANELS);
     c->most_rows = c->cd.new_tokens ? c->cd.new_tokens : ra__mul_sat(c->d.sequences, c->d.tokens);
     if (c->most_rows > (int64_t)1 << 31)
         return ra__refuse(e, RA_E_RANGE, "cache.new_tokens", "# tokens in a call are above 2^31",
@@ -21647,7 +21699,7 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->decode = c->tile;
     c->tile.q_heads = c->group;
     c->tile.kv_heads = 1;
-    c->tile.tokens = c->tile_rows;
+    c->tile.tokens = ra__most_tile_rows(c);
     c->tile.kv_tokens = c->lane_rows;
     c->tile_kernel = ra__kernel_of(&c->d);
     c->decode_kernel = ra__kernel_decode(&c->d);
@@ -21720,6 +21772,7 @@ static uint64_t ra__cache_agree(const ra_cache *c, const ra_desc *d) {
     h = ra__hash_of(&a, sizeof a);
     h = ra__hash_i64(ra__hash_i64(ra__hash_i64(h, c->most_rows), c->lanes), c->cd.queries);
     if (c->shared) h = ra__hash_i64(h, c->d.isa + 1);  /* they compute rows of each other */
+    if (c->shared) h = ra__hash_i64(h, c->ordered_rows);
     return ra__hash_i64(ra__hash_i64(h, c->cd.travel), c->d.form);
 }
 
@@ -21846,6 +21899,19 @@ static int ra__cache_decodes(const ra_cache *c, int32_t b) {
     return c->d.form == RA_FORM_SAME || c->fresh[b] <= c->decode_tokens;
 }
 
+/* 1: the keys of a sequence are summed by position, as on one rank, and not by lanes. That depends
+ * on nothing else of the call. */
+static int ra__cache_ordered(const ra_cache *c, int32_t b) {
+    return c->shared && c->ordered_rows && c->fresh[b] >= RA_BLOCK_TOKENS &&
+           !ra__cache_decodes(c, b);
+}
+
+static int ra__any_ordered(const ra_cache *c) {
+    int any = 0;
+    for (int32_t b = 0; b < c->d.sequences && !any; b++) any = ra__cache_ordered(c, b);
+    return any;
+}
+
 /* The number of portions in the form of prefill, if each has up to `rows` rows. */
 static int64_t ra__tile_portions(const ra_cache *c, int64_t rows) {
     int64_t portions = 0;
@@ -21935,6 +22001,7 @@ static int32_t ra__cache_travels(const ra_cache *c) {
     if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL || c->cd.travel == RA_INFER_PASS_Q ||
         c->cd.travel == RA_INFER_MERGE)
         return RA_INFER_PASS_Q;
+    if (ra__any_ordered(c)) return RA_INFER_PASS_KV;
     if (c->shared && (c->cd.travel != RA_INFER_PASS_KV || !c->rows))
         return ra__tile_portions(c, RA__LANE_BLOCK) >= c->ranks ? RA_INFER_PASS_KV
                                                                 : RA_INFER_PASS_Q;
@@ -22234,7 +22301,7 @@ static void ra__cache_set_counts(ra_cache *c, const int64_t *cached, const int64
     ra__cache_rows_of(c);
     c->travel = ra__cache_travel(c);
     c->pooled = c->ranks == 1 || (c->shared && c->travel == RA_INFER_PASS_KV);
-    c->portion_rows = c->tile_rows;
+    c->portion_rows = ra__any_ordered(c) ? c->ordered_rows : c->tile_rows;
     if (c->pooled) ra__pool_cut(c);
 }
 
@@ -22393,16 +22460,17 @@ static void ra__cache_pack_q(ra_cache *c) {
     ra__cache_put_frame(c, c->q_send, RA__FRAME_Q, RA__FRAME_BYTES + c->own_rows * row);
 }
 
-/* Packs rows [row, row + n) of the caller's K or V, page by page if there are pages. */
+/* Packs some heads of rows [row, row + n) of the caller's K or V, page by page if there are pages.
+ * v begins with the first head. */
 static void ra__cache_pack_lane(const ra_cache *c, uint8_t *to, ra__view v, int32_t b, int64_t row,
-                                int64_t n, int64_t bytes) {
+                                int64_t n, int32_t heads, int64_t bytes) {
     const ra__paged p = ra__paged_of(&c->d, &c->t.pages, b);
     int64_t step = n;
     for (int64_t i = row; i < row + n; i += step) {
-        const size_t size = (size_t)(c->d.kv_heads * bytes);
+        const size_t size = (size_t)(heads * bytes);
         if (p.table) step = ra__min(row + n - i, p.tokens - (i + p.first) % p.tokens);
         if (p.table && p.table[(i + p.first) / p.tokens] < 0) memset(to, 0, size * (size_t)step);
-        else ra__pack_rows(to, ra__cache_cell(c, &c->t, v, b, i), step, c->d.kv_heads, bytes);
+        else ra__pack_rows(to, ra__cache_cell(c, &c->t, v, b, i), step, heads, bytes);
         to += (int64_t)size * step;
     }
 }
@@ -22417,10 +22485,10 @@ static void ra__cache_pack_keys(ra_cache *c) {
         for (int32_t l = c->lane_first[c->rank]; l < c->lane_first[c->rank + 1]; l++) {
             const int64_t row = (l - c->lane_first[c->rank]) * c->lane_rows;
             const int64_t n = ra__lane_keys(c, l, ra__call_tokens(c, b));
-            ra__cache_pack_lane(c, to, c->k, b, row, n, k);
+            ra__cache_pack_lane(c, to, c->k, b, row, n, d->kv_heads, k);
             to += n * d->kv_heads * k;
             if (d->v_in_k) continue;
-            ra__cache_pack_lane(c, values, c->v, b, row, n, v);
+            ra__cache_pack_lane(c, values, c->v, b, row, n, d->kv_heads, v);
             values += n * d->kv_heads * v;
         }
     ra__cache_put_frame(c, c->kv_send, RA__FRAME_KV, length);
@@ -22720,8 +22788,36 @@ static void ra__pool_gather(const ra_cache *c, ra__cache_desk *y) {
     }
 }
 
-/* Sets y->t for a call of a portion on rows [row[0], row[1]) of a lane. d: its heads are set; gets
- * the counts of rows. */
+/* Copies n rows of one head of sequence b, or lists them to be prefetched: see ra__gather. */
+static void ra__head_rows(const ra_cache *c, ra__view v, int32_t b, int64_t row, int64_t n,
+                          uint8_t *to, ra__prefetch_list *ahead, int64_t bytes) {
+    if (!ahead) ra__cache_pack_lane(c, to, v, b, row, n, 1, bytes);
+    else if (ahead->count < RA__PREFETCH_TENSORS - 1)
+        ra__prefetch_add(ahead, ra__cache_cell(c, &c->t, v, b, row).data, v.token, n, bytes);
+}
+
+/* For ra__gather: keys of a desk's portion in the memory of the ranks that hold them. */
+static void ra__positions_rows(const void *of, int64_t pos, int64_t n, uint8_t *to,
+                               ra__prefetch_list *ahead) {
+    const ra__cache_desk *y = (const ra__cache_desk *)of;
+    const ra_cache *c = y->of;
+    const int32_t b = y->x.b, head = y->x.head;
+    const int64_t k = ra__row_bytes(c->d.k_dtype, c->d.k_dim);
+    const int64_t v = ra__row_bytes(c->d.v_dtype, c->d.v_dim);
+    int64_t step;
+    for (int64_t p = pos; p < pos + n; p += step) {
+        const ra_cache *at = c->peer[c->lane_owner[ra__lane_of(c, p)]];
+        const int64_t row = ra_cache_row(c, p), i = p - pos;
+        step = ra__min(pos + n - p, RA__LANE_BLOCK - p % RA__LANE_BLOCK);
+        ra__head_rows(at, ra__view_at(at->k, 0, 0, head), b, row, step, to + i * k, ahead, k);
+        if (c->d.v_in_k) continue;
+        ra__head_rows(at, ra__view_at(at->v, 0, 0, head), b, row, step,
+                      to + RA_BLOCK_TOKENS * k + i * v, ahead, v);
+    }
+}
+
+/* Sets y->t for a call of a portion on rows [row[0], row[1]) of a lane; lane -1: on positions. d:
+ * its heads are set; gets the counts of rows. */
 static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, const int64_t row[2],
                           ra__partial out, ra_desc *d) {
     const ra__query_rows *q = &c->queries;
@@ -22741,7 +22837,13 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, co
     d->kv_tokens = row[1] - row[0];
     t->q = ra__view_in(qv);
     if (x->joint > 1 && !q->packed) t->q.token_stride = qv.batch;
-    ra__lane_call_keys(c, y, lane, row, head, d);
+    if (lane < 0) {
+        t->k.data = t->v.data = y->gather.room;            /* see ra__positions_rows */
+        if (d->v_in_k) t->v.data = NULL;
+        d->page_tokens = 0;
+    } else {
+        ra__lane_call_keys(c, y, lane, row, head, d);
+    }
     t->o.data = out.o + x->at_head * c->group * (int64_t)c->d.v_dim;
     t->o.token_stride = out.step * c->d.v_dim * (int64_t)sizeof(float);
     t->o.head_stride = c->d.v_dim * (int64_t)sizeof(float);
@@ -22751,7 +22853,7 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, co
     t->q_pos.array = q->pos + at;
     t->q_pos.count = d->tokens;
     t->k_pos.count = d->kv_tokens;
-    if (c->lanes > 1) {
+    if (c->lanes > 1 && lane >= 0) {
         t->k_pos.array = c->pos + lane * c->lane_rows + row[0];
     } else {
         y->run.first = row[0];
@@ -22768,7 +22870,8 @@ static int64_t ra__cache_dims(const ra_cache *c) {
     return c->d.k_dim + (int64_t)c->d.v_dim;
 }
 
-/* Attends a portion to rows [row[0], row[1]) of a lane in the form of prefill. The sums go to *to,
+/* Attends a portion to rows [row[0], row[1]) of a lane (-1: to the keys at these positions) in the
+ * form of prefill. The sums go to *to,
  * or if `merges`, because the tree merges them next, directly into to[-1].
  * PERF: panel by panel, while they are in level 1. Zen 5, 256 tokens of 32/8 heads, D 128, bf16, 4
  * lanes, one thread: 4.0 -> 3.7 ms; over 1024 tokens 13.8 -> 13.6. */
@@ -22786,6 +22889,7 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
         ra_status s = ra__attend_walk(&d, &y->t, y->workspace, c->tile_kernel, &y->a);
         if (s) return s;
         if (y->x.merges) y->a.c.w.merge_room = y->partial[0];
+        if (lane < 0) y->a.c.w.gather = &y->gather;
         y->a.c.w.queries_kept = y->x.kept;
         y->x.kept = ra__local_blocks(&y->a.c, 0) <= y->a.walk.panels;
         y->x.lane_begun = 1;
@@ -22938,6 +23042,18 @@ static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     return RA_OK;
 }
 
+/* Attends a portion to all keys that its rows see, by position. */
+static ra_status ra__positions_some(const ra_cache *c, ra__cache_desk *y, const ra__partial *to,
+                                    int64_t *left) {
+    const int64_t row[2] = { y->x.lo / RA_BLOCK_TOKENS * RA_BLOCK_TOKENS, y->x.hi };
+    y->of = c;
+    y->gather.rows = ra__positions_rows;
+    y->gather.of = y;
+    if (row[0] < row[1]) return ra__tiles_some(c, y, -1, row, to, 0, left);
+    ra__partial_clear(c, &y->x, *to, y->x.rows);
+    return RA_OK;
+}
+
 /* The path from a subtree down to one of its lanes. to[0] is the place of the sum of the subtree;
  * each step to a right half adds a place. Returns the number of these steps; *completed: for how
  * many of the last ones the lane is the last of its half, so that two places can be merged. */
@@ -22969,6 +23085,8 @@ static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *l
     ra__cache_portion *x = &y->x;
     const int64_t row = c->queries.at[x->b] + x->row, head = x->head * (int64_t)c->group;
     const int32_t rank = c->keys.rank, trees = c->pooled ? 1 : ra__rank_trees(c, rank);
+    const ra__partial all = ra__portion_sum(c, y);
+    if (ra__cache_ordered(c, x->b)) return ra__positions_some(c, y, &all, left);
     for (; x->at_tree < trees; x->at_tree++) {
         ra__subtree lanes = { 0, c->lanes };
         if (!c->pooled) lanes = c->tree[c->tree_first[rank] + x->at_tree];
@@ -22976,7 +23094,7 @@ static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *l
         for (; x->at_lane < lanes.last; x->at_lane++) {
             ra__partial to[RA__TREE_DEPTH + 1];
             int32_t n, completed;
-            to[0] = c->pooled ? ra__portion_sum(c, y)
+            to[0] = c->pooled ? all
                               : ra__tree_partial(c, c->out, x->at_tree, row * c->d.q_heads + head);
             n = ra__lane_path(c, y, lanes, x->at_lane, to, &completed);
             if (*left <= 0) return RA_AGAIN;

@@ -313,7 +313,7 @@ static ra_status steps_of(const run *x, ra_cache *c, int32_t rank) {
         int64_t most = 0;
         ra_infer_report report;
         t.k.data = k;
-        t.v.data = v;
+        t.v.data = d->v_in_k ? NULL : v;
         if (page) {
             t.pages.table = pages.table;
             t.pages.batch_step = pages.entries;
@@ -327,7 +327,8 @@ static ra_status steps_of(const run *x, ra_cache *c, int32_t rank) {
                 int64_t p = s->cached[i][b] + j, at = (b * d->kv_tokens + p) * d->kv_heads;
                 if (page && ra_cache_owner(c, p) == rank)
                     pool_take(&pages, b, ra_cache_row(c, p) / page);
-                end = ra_cache_store(c, &t, b, p, s->k + at * d->k_dim, s->v + at * d->v_dim);
+                end = ra_cache_store(c, &t, b, p, s->k + at * d->k_dim,
+                                     d->v_in_k ? NULL : s->v + at * d->v_dim);
                 if (end) break;
             }
         }
@@ -562,13 +563,13 @@ TEST(pages) {
         if (i == 6 || i == 8) s.d.form = RA_FORM_SAME;
         if (i == 9) s.d.mask.kind = RA_MASK_NONE;
         if (i > 9) { s.d.mask.window = 50; s.d.mask.keep = 4; }
-        if (i == 11) s.cd.lanes = 0;
         script_fill(&s, &r);
         grow(&s, &r, 300);
         for (int j = 0; j < 2; j++) {
             const int32_t n = ranks[(i + 2 * j) % 4];
+            if (i == 11) s.cd.lanes = n;
             s.page = 0;
-            plain = script_run(&s, s.cd.lanes ? 1 : n);
+            plain = script_run(&s, i == 11 ? n : 1);
             compare(&s, &plain, &r, tolerance(&s));
             s.page = i > 9 ? 5 : 1 + h_below(&r, 5);
             s.threads = 1 + h_below(&r, 3);
@@ -589,6 +590,54 @@ TEST(pages) {
     }
 }
 
+/* Without a number of lanes prompts over shared memory have the bits of one rank: for every number
+ * of ranks and threads, and with pages. */
+TEST(prompts_by_position) {
+    static const int32_t ranks[] = { 2, 3, 4, 8 };
+    for (int64_t i = 0; i < 8; i++) {
+        static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
+        h_rng r = h_case_rng(i);
+        script s;
+        outcome one, many;
+        int64_t prompts = 0;
+        if (!h_case(i)) continue;
+        s = script_new(i % 3 ? 4 : 6, i % 3 ? 2 : 6, i % 2 ? 64 : 32, dtype[i % 4], 700);
+        s.d.sequences = 1 + (int32_t)(i % 3);
+        s.cd.lanes = 0;
+        if (i == 2) s.d.q_dtype = RA_BF16;
+        if (i == 3) { s.d.mask.window = 100; s.d.mask.keep = 4; }
+        if (i == 4) s.d.scores = RA_SCORE_SINKS | RA_SCORE_ALIBI;
+        if (i == 5) s.d.mask.kind = RA_MASK_NONE;
+        script_fill(&s, &r);
+        if (i == 6) { s.d.v_in_k = 1; s.d.v_dtype = 0; }
+        grow(&s, &r, 300);
+        for (int32_t step = 0; step < s.steps; step++) {
+            int any = 0;
+            for (int32_t b = 0; b < s.d.sequences; b++) {
+                s.cached[step][b] = step ? s.cached[step - 1][b] + s.fresh[step - 1][b] : 0;
+                s.fresh[step][b] = (step + b) % 4 ? RA_BLOCK_TOKENS + h_below(&r, 80) : 0;
+                if (s.cached[step][b] + s.fresh[step][b] > s.d.kv_tokens) s.fresh[step][b] = 0;
+                any |= s.fresh[step][b] > 0;
+            }
+            prompts += any;
+        }
+        one = script_run(&s, 1);
+        if (!s.d.v_in_k) compare(&s, &one, &r, tolerance(&s));
+        for (int j = 0; j < 4; j++) {
+            s.page = j % 2 ? 1 + h_below(&r, 5) : 0;
+            s.threads = 1 + h_below(&r, 3);
+            s.cd.travel = h_below(&r, 2) ? RA_INFER_AUTO : RA_INFER_PASS_KV;
+            many = script_run(&s, ranks[j]);
+            CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
+            CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
+            CHECK_EQ(many.way[RA_INFER_PASS_KV], prompts);
+            outcome_free(&many);
+        }
+        outcome_free(&one);
+        script_free(&s);
+    }
+}
+
 /* Ring buffers, with a window and kept tokens, are tables whose entries come round. */
 TEST(ring_buffers) {
     static const int32_t ranks[] = { 1, 2, 3, 5 };
@@ -602,7 +651,7 @@ TEST(ring_buffers) {
         s.d.tokens = i % 3 ? 30 : 90;
         s.d.mask.window = 1 + h_below(&r, 90);
         s.d.mask.keep = h_below(&r, 3) * 9;
-        s.cd.lanes = 0;
+        s.cd.lanes = ranks[i % 4];
         s.cd.travel = RA_INFER_PASS_Q + (int32_t)(i / 4);
         script_fill(&s, &r);
         grow(&s, &r, 600);
@@ -614,7 +663,6 @@ TEST(ring_buffers) {
         CHECK_BITS(ring.o, plain.o, q_size(&s) * s.d.v_dim * 4);
         CHECK_BITS(ring.lse, plain.lse, q_size(&s) * 4);
         s.ring = 0;
-        s.cd.lanes = ranks[i % 4];
         outcome_free(&plain);
         plain = script_run(&s, 1);     /* and those of one rank */
         CHECK_BITS(ring.o, plain.o, q_size(&s) * s.d.v_dim * 4);
@@ -1599,6 +1647,7 @@ static ra_status clash_rank(ra_world *world, int rank, void *user) {
     clash *x = (clash *)user;
     script s = script_new(4, 2, 32, RA_F32, 200);
     ra_cache *c = NULL;
+    ra_cache_desc cd = { 0 };
     ra_tensors t = { 0 };
     int64_t cached = 40, fresh = 40, until = ra_deadline_ms(20000);
     float *room = (float *)need(200 * 2 * 32 * 4), *q = (float *)need(200 * 4 * 32 * 8);
@@ -1611,7 +1660,8 @@ static ra_status clash_rank(ra_world *world, int rank, void *user) {
     if (rank && x->what == 1) d.mask.window = 7;
     if (x->what == 5) d.scores = RA_SCORE_ALIBI;
     if (x->what == 5) t.alibi = slope[rank];
-    end = ra_cache_create(&c, &d, ra_world_transport(world, rank), NULL);
+    if (rank && x->what == 6) cd.lanes = 2;            /* as many, but not by position */
+    end = ra_cache_create(&c, &d, ra_world_transport(world, rank), &cd);
     if (rank && x->what == 2) ra_infer_cancel(c);
     if (!rank && x->what == 3) until = ra_deadline_ms(100);
     if (!(rank && (x->what == 3 || x->what == 4)) && !end)
@@ -1629,13 +1679,13 @@ static ra_status clash_rank(ra_world *world, int rank, void *user) {
 
 TEST(failures) {
     clash x;
-    for (x.what = 0; x.what < 6; x.what++) {
+    for (x.what = 0; x.what < 7; x.what++) {
         memset(x.end, 0, sizeof x.end);
         h_context("what %d", x.what);
         (void)ra_world_run(2, clash_rank, &x, NULL);
         if (x.what == 0) CHECK(x.end[0] == RA_E_MISMATCH || x.end[1] == RA_E_MISMATCH ||
                                x.end[0] == RA_E_TRUNC || x.end[1] == RA_E_TRUNC);
-        if (x.what == 1) {
+        if (x.what == 1 || x.what == 6) {
             int r = x.end[0] != RA_E_MISMATCH;
             CHECK_EQ(x.end[r], RA_E_MISMATCH);
             CHECK(strstr(x.text[r], "descriptor"));
@@ -1789,7 +1839,8 @@ TEST(ends_unknown) {
 }
 
 static const h_test tests[] = {
-    ENTRY(ranks_and_ways), ENTRY(pages), ENTRY(ring_buffers), ENTRY(attention_pages),
+    ENTRY(ranks_and_ways), ENTRY(pages), ENTRY(prompts_by_position), ENTRY(ring_buffers),
+    ENTRY(attention_pages),
     ENTRY(shared_prefixes), ENTRY(shared_prefixes_are_one_portion),
     ENTRY(threads_share_heads), ENTRY(long_caches), ENTRY(lanes_and_weights),
     ENTRY(chosen_lanes), ENTRY(drafts_are_exact),
