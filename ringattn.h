@@ -12402,7 +12402,7 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, r
  * 76 -> 94, 68 -> 89, 72 -> 86. [Hkv][T][D]: 71 -> 97, 59 -> 81, 67 -> 82; two threads 79 -> 101,
  * 72 -> 86, 79 -> 92. The rest is misses of level 1, which does not hold the queries and sums of 8
  * heads beside keys: a loop that uses those of one head for all is as fast as reading. */
-enum { RA__DECODE_PAIRS = 16, RA__DECODE_BYTES = 256 << 10,
+enum { RA__HANDFUL = 16, RA__DECODE_BYTES = 256 << 10,
        RA__DECODE_AHEAD = 16 << 10, RA__DECODE_NEAR_AHEAD = 4 << 10, RA__DECODE_CACHED = 16 << 20,
        RA__DECODE_PART = 16, RA__DECODE_SLOTS = 128 };
 
@@ -12435,22 +12435,22 @@ typedef struct ra__decode {
     int32_t modifies;                  /* 1: scores of some row may be more than dot products, */
     int32_t modified;                  /* ... and in this block some are */
     float factor;                      /* ra__q_factor */
-    int32_t row[RA__DECODE_PAIRS], member[RA__DECODE_PAIRS]; /* of a pair: row, head in its group */
-    int32_t at[RA__DECODE_PAIRS];      /* position of a row, */
-    ra__sees sees[RA__DECODE_PAIRS];   /* what it sees */
-    ra__bounds bounds[RA__DECODE_PAIRS];
-    uint64_t seen[RA__DECODE_PAIRS];   /* of a row: keys of the block */
-    ra__decode_keys stretch[RA_BLOCK_TOKENS / 4][RA__DECODE_PAIRS / RA__DECODE_ROWS]; /* of block */
+    int32_t row[RA__HANDFUL], member[RA__HANDFUL]; /* of a pair: row, head in its group */
+    int32_t at[RA__HANDFUL];      /* position of a row, */
+    ra__sees sees[RA__HANDFUL];   /* what it sees */
+    ra__bounds bounds[RA__HANDFUL];
+    uint64_t seen[RA__HANDFUL];   /* of a row: keys of the block */
+    ra__decode_keys stretch[RA_BLOCK_TOKENS / 4][RA__HANDFUL / RA__DECODE_ROWS]; /* of block */
 } ra__decode;
 
 /* 1 if calls like this take the decoding form when they have few enough tokens. */
 RA__INLINE int ra__may_decode(const ra_desc *d) {
-    return d->q_heads / d->kv_heads <= RA__DECODE_PAIRS && d->dropout <= 0.0f;
+    return d->q_heads / d->kv_heads <= RA__HANDFUL && d->dropout <= 0.0f;
 }
 
 /* 1 if the tokens of a sequence are one handful. */
 RA__INLINE int ra__is_handful(const ra_desc *d) {
-    return d->tokens * (d->q_heads / d->kv_heads) <= RA__DECODE_PAIRS;
+    return d->tokens * (d->q_heads / d->kv_heads) <= RA__HANDFUL;
 }
 
 /* 1 if this call does. */
@@ -12496,7 +12496,7 @@ static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, int6
     const int64_t v = ra__round_up(d->v_dim, RA__DECODE_DIMS) * rows;
     const int64_t pairs = d->tokens * (d->q_heads / d->kv_heads);
     x->heads = heads;
-    x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__DECODE_PAIRS), RA__DECODE_ROWS);
+    x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__HANDFUL), RA__DECODE_ROWS);
     const int64_t n = (int64_t)heads * x->fours;
     x->few = (ra__decode_rows *)ra__carve(a, n * (int64_t)sizeof *x->few);
     x->pos = (int32_t *)ra__carve(a, RA_BLOCK_TOKENS * (int64_t)sizeof *x->pos);
@@ -12537,7 +12537,7 @@ RA__INLINE int32_t ra__decode_rows_of(const ra__local *c) {
  * for every call with fewer tokens, keys or sequences. */
 static int64_t ra__decode_slots(const ra_desc *d) {
     const int64_t group = d->q_heads / d->kv_heads;
-    const int64_t pairs = ra__min(d->tokens * group, RA__DECODE_PAIRS);
+    const int64_t pairs = ra__min(d->tokens * group, RA__HANDFUL);
     const int64_t parts = ra__decode_limit(d);
     const int64_t most = RA__DECODE_SLOTS;
     const int64_t slots = parts < most / d->sequences ? parts * d->sequences : most;
@@ -13061,7 +13061,7 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     if (!ra__local_beside(c)) x.heads = 1;
     x.modifies = c->d.softcap != 0.0f || (c->d.scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS)) != 0;
     x.factor = ra__q_factor(&c->d);
-    x.handful = RA__DECODE_PAIRS / (c->d.q_heads / c->d.kv_heads);
+    x.handful = RA__HANDFUL / (c->d.q_heads / c->d.kv_heads);
     x.keys = RA__DECODE_KEYS;
     x.unit = c->w.kernel->decode_unit;
     while (x.keys > x.unit && x.keys * x.heads * row > RA__DECODE_BYTES)
@@ -21517,7 +21517,7 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->rank = c->d.rank;
     c->lanes = c->cd.lanes ? c->cd.lanes : ra__lanes_default(c->d.layout.weights, c->ranks);
     c->group = c->d.q_heads / c->d.kv_heads;
-    c->decode_tokens = c->group <= RA__DECODE_PAIRS ? RA__DECODE_PAIRS / c->group : 0;
+    c->decode_tokens = c->group <= RA__HANDFUL ? RA__HANDFUL / c->group : 0;
     c->lane_rows = ra__ceil_div(c->d.kv_tokens, RA__LANE_BLOCK * (int64_t)c->lanes);
     c->lane_rows *= RA__LANE_BLOCK;
     c->tile_rows = (c->lanes > 1 ? RA__PANELS / 2 : RA__PANELS) / c->group;
