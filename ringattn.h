@@ -12065,7 +12065,7 @@ typedef struct ra__local {
     ra__cursor q_cursor, k_cursor;     /* of sides that are runs */
     ra__view kv[2];
     int64_t rows[2];                   /* query rows, key rows of a tensor per sequence */
-    int32_t pairs;                     /* 1: rows of panels are (token, head) pairs */
+    int32_t is_short;                  /* 1: rows of panels are head rows: see ra__may_be_short */
 } ra__local;
 
 /* Sets the side of the queries or keys. Positions given with the call replace the layout's. */
@@ -12115,7 +12115,7 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
         return ra__refuse(e, RA_E_UNSUPPORTED, "layout.kind",
                           "# is not for one rank: pass positions with the call", c->d.layout.kind);
     memset(&c->w, 0, sizeof c->w);
-    c->pairs = 0;
+    c->is_short = 0;
     c->w.d = &c->d;
     c->w.t = t;
     c->w.kernel = ra__kernel_of(&c->d);
@@ -12232,7 +12232,7 @@ static int ra__local_beside(const ra__local *c) {
 /* How many panels one kv head of sequence b has. */
 static int64_t ra__local_blocks(const ra__local *c, int32_t b) {
     int64_t group = c->d.q_heads / c->d.kv_heads;
-    if (c->pairs) return ra__ceil_div(ra__q_len(&c->d, b) * group, RA_BLOCK_TOKENS);
+    if (c->is_short) return ra__ceil_div(ra__q_len(&c->d, b) * group, RA_BLOCK_TOKENS);
     return ra__side_blocks(&c->w.q_side, b) * group;
 }
 
@@ -12257,23 +12257,23 @@ typedef struct ra__local_walk {
 /* Loads the rows of the current task. */
 static void ra__local_load(const ra__local *c, ra__local_walk *w) {
     const ra__task *t = &w->t;
-    for (int32_t i = 0; c->pairs && i < t->heads * t->count; i++) {
+    for (int32_t i = 0; c->is_short && i < t->heads * t->count; i++) {
         const ra__task one = ra__task_head(t, i / t->count);
         ra__short_load(c, &one, &w->x, i % t->count, w->gather);
     }
-    if (!c->pairs) ra__task_rows(&c->w, t, &w->x);
-    if (!c->pairs) ra__task_data(&c->w, t, &w->x, 1);
+    if (!c->is_short) ra__task_rows(&c->w, t, &w->x);
+    if (!c->is_short) ra__task_data(&c->w, t, &w->x, 1);
     ra__item_side(&c->k_side, t->sequence, &c->w.t->pages, c->kv, &w->item);
     w->x.block = 0;
     w->loaded = 1;
 }
 
 static void ra__local_save(const ra__local *c, ra__local_walk *w) {
-    for (int32_t i = 0; c->pairs && i < w->t.heads * w->t.count; i++) {
+    for (int32_t i = 0; c->is_short && i < w->t.heads * w->t.count; i++) {
         const ra__task one = ra__task_head(&w->t, i / w->t.count);
         ra__short_save(c, &one, &w->x, i % w->t.count, w->gather);
     }
-    if (!c->pairs) ra__task_save(&c->w, &w->t, &w->x, 1);
+    if (!c->is_short) ra__task_save(&c->w, &w->t, &w->x, 1);
     w->loaded = 0;
 }
 
@@ -12297,7 +12297,7 @@ static int32_t ra__even_heads(const ra_desc *d, int64_t most, int nth) {
  * 62 -> 47, 106 -> 88, 98 -> 90. */
 static int32_t ra__local_heads(const ra__local *c, int32_t panels, int32_t batch, int nth) {
     int64_t all = 1;
-    if (!c->pairs || batch > 1 || !ra__local_beside(c)) return 1;
+    if (!c->is_short || batch > 1 || !ra__local_beside(c)) return 1;
     for (int32_t b = 0; b < c->d.sequences; b++) all = ra__max(all, ra__local_blocks(c, b));
     return ra__even_heads(&c->d, ra__min(c->d.kv_heads, panels / all), nth);
 }
@@ -12343,7 +12343,7 @@ static void ra__local_begin(const ra__local *c, int32_t panels, uint8_t *memory,
                             ra__local_walk *w) {
     ra__arena a = { memory, 0 };
     ra__scratch_carve(&a, &c->d, panels, &w->x);
-    w->gather = c->pairs ? (uint8_t *)ra__carve(&a, ra__short_bytes(&c->d)) : NULL;
+    w->gather = c->is_short ? (uint8_t *)ra__carve(&a, ra__short_bytes(&c->d)) : NULL;
     w->heads = ra__local_heads(c, panels, w->x.size.batch, who.nth);
     w->panels = w->heads > 1 ? panels / w->heads : ra__local_panels(c, panels, who.nth);
     w->who = who;
@@ -12359,7 +12359,7 @@ static int ra__local_some(const ra__local *c, ra__local_walk *w) {
         ra__tally tally = { { 0, 0, 0 } };
         if (!w->loaded) {
             w->x.next = ra__local_next(c, w);
-            w->x.prefetched = c->pairs ? w->x.next.count : 0;
+            w->x.prefetched = c->is_short ? w->x.next.count : 0;
             ra__local_load(c, w);
         }
         if (!ra__task_some(&c->w, &w->t, &w->item, &w->x, &tally)) break;
@@ -13214,8 +13214,8 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     c.w.clear = c.w.finish = 1;
     const ra__thread who = { ith, nth };
     const int decode = ra__decodes(&c.d);
-    c.pairs = !decode && ra__is_short(&c.d) &&
-              (workspace || ra__scratch_bytes(&c.d, 1) + ra__short_bytes(&c.d) <= RA__STACK_BYTES);
+    c.is_short = !decode && ra__is_short(&c.d) &&
+        (workspace || ra__scratch_bytes(&c.d, 1) + ra__short_bytes(&c.d) <= RA__STACK_BYTES);
     if (decode) c.w.kernel = ra__kernel_decode(&c.d);
     return ra__local_go(&c, workspace, bytes, who, decode);
 }
@@ -13247,7 +13247,7 @@ static ra_status ra__attend_walk(const ra_desc *d, const ra_tensors *t, uint8_t 
                                  const ra__kernel *kernel, ra__attend *a) {
     ra_status s = ra__attend_check(d, t, &a->c, kernel);
     if (s) return s;
-    a->c.pairs = ra__is_short(&a->c.d);
+    a->c.is_short = ra__is_short(&a->c.d);
     ra__local_begin(&a->c, ra__panels(&a->c.d), workspace, ra__alone, &a->walk);
     return RA_OK;
 }
