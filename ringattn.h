@@ -153,11 +153,14 @@
  *   ring      a rank's workspace, its transport and the pass in progress
  *   lane      a part of a sharded KV cache: every n-th group of 16 positions
  *   world     ranks as threads of this process, with their transports
- *   task      inside: up to 256 query rows of one head group that one thread works on
+ *   group     the query heads that read one KV head
+ *   task      inside: up to 256 rows of the heads of one group that one thread works on
  *   panel     inside: the rows of a task that one call of a kernel holds in registers and cache
  *   segment   inside: a piece of a run
  *   item      inside: some keys and where they are stored
- *   handful   inside: the tokens that decoding takes at once, at most 16 rows per KV head
+ *   head row  inside: a token's row of one query head
+ *   handful   inside: the tokens that decoding takes at once: at most 16 head rows per KV head
+ *   four      inside: up to 4 head rows of one KV head, which a decoding kernel takes together
  *   stretch   inside: keys that decoding reads for all heads of a task before the next ones
  *   series    inside: chunks that a task folds before it stores its sums
  *   portion   inside: of a stage of a CACHE call, what one thread at a time works on
@@ -12164,30 +12167,31 @@ static int64_t ra__query_position(const ra__local *c, int32_t b, int64_t row) {
     return s.pos;
 }
 
-/* Sets where the bias of each pair of a panel is, whose first pair is `pair`. */
-static void ra__short_bias(const ra_bias *bias, int32_t group, int64_t pair, ra__panel *p,
+/* Sets where the bias of each head row of a panel is. The panel begins with head row `first`. */
+static void ra__short_bias(const ra_bias *bias, int32_t group, int64_t first, ra__panel *p,
                            ra__rows *rows) {
     if (!bias->row_step && !bias->head_step) return;
     for (int32_t r = 0; r < p->rows; r++)
-        rows->bias[r] = (pair + r) / group * bias->row_step + (pair + r) % group * bias->head_step;
+        rows->bias[r] = (first + r) / group * bias->row_step +
+                        (first + r) % group * bias->head_step;
     p->score.bias_rows = rows->bias;
     p->score.bias_row_stride = 1;
 }
 
-/* Loads panel i of a task: 64 pairs, of which some may be missing at the end. */
+/* Loads panel i of a task: 64 head rows, of which some may be missing at the end. */
 static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x, int32_t i,
                            uint8_t *gather) {
     const ra_desc *d = &c->d;
     const int32_t group = d->q_heads / d->kv_heads;
-    const int64_t pair = (t->panel0 + i) * RA_BLOCK_TOKENS;
+    const int64_t first = (t->panel0 + i) * RA_BLOCK_TOKENS;
     const int64_t size = ra__row_bytes(d->q_dtype, d->k_dim);
     int32_t pos[RA_BLOCK_TOKENS];
     const int32_t at = t->first + i;
     ra__panel *p = &x->panel[at];
     ra__seg s = { 0, 0, 0, 1 };
-    s.rows = ra__min(RA_BLOCK_TOKENS, ra__q_len(d, t->sequence) * group - pair);
+    s.rows = ra__min(RA_BLOCK_TOKENS, ra__q_len(d, t->sequence) * group - first);
     for (int64_t r = 0; r < s.rows; r++) {
-        int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
+        int64_t row = (first + r) / group, head = t->kv_head * group + (first + r) % group;
         pos[r] = (int32_t)ra__query_position(c, t->sequence, row);
         memcpy(gather + r * size, ra__view_at(c->w.q, t->sequence, row, head).data, (size_t)size);
     }
@@ -12196,27 +12200,27 @@ static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x
     p->geo = x->rows[at];
     ra__panel_scores(&c->w, t->sequence, &s, 0, &x->ahead, p);
     p->score = ra__score_of(&c->w, t->sequence, 0, t->kv_head * group);
-    if (p->score.bias) ra__short_bias(&c->w.t->bias, group, pair, p, x->rows[at]);
+    if (p->score.bias) ra__short_bias(&c->w.t->bias, group, first, p, x->rows[at]);
     if (!c->w.queries_kept) c->w.kernel->load_q(p, gather, size, d->q_dtype, d->k_dim);
     ra__panel_clear(&c->w, p);
 }
 
-/* Writes O and LSE of the pairs of panel i. */
+/* Writes O and LSE of the head rows of panel i. */
 static void ra__short_save(const ra__local *c, const ra__task *t, const ra__scratch *x, int32_t i,
                            uint8_t *gather) {
     const ra_desc *d = &c->d;
     const int32_t group = d->q_heads / d->kv_heads;
-    const int64_t pair = (t->panel0 + i) * RA_BLOCK_TOKENS;
+    const int64_t first = (t->panel0 + i) * RA_BLOCK_TOKENS;
     const int64_t size = ra__row_bytes(d->o_dtype, d->v_dim);
     const ra__panel *p = &x->panel[t->first + i];
     float factor[RA_BLOCK_TOKENS] = { 0 };
     for (int32_t r = 0; r < p->rows; r++) {
-        int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
+        int64_t row = (first + r) / group, head = t->kv_head * group + (first + r) % group;
         factor[r] = ra__row_end(&c->w, t->sequence, row, head, p->m[r], p->l[r]);
     }
     c->w.kernel->store_o(p, gather, size, d->o_dtype, d->v_dim, factor);
     for (int64_t r = 0; r < p->rows; r++) {
-        int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
+        int64_t row = (first + r) / group, head = t->kv_head * group + (first + r) % group;
         memcpy(ra__view_out(ra__view_at(c->w.o, t->sequence, row, head)), gather + r * size,
                (size_t)size);
     }
@@ -12419,7 +12423,7 @@ typedef struct ra__decode {
                                         * each but the last of a sequence */
     int32_t part, parts;               /* of the blocks [first, last) that some row sees */
     int64_t first, last, blocks;       /* blocks: of all keys */
-    int32_t pairs, fours, rows, keys;  /* fours: most of a sequence; keys: of a stretch */
+    int32_t head_rows, fours, rows, keys;  /* fours: most of a sequence; keys: of a stretch */
     int32_t most;                      /* keys of a stretch that all rows see, unmodified */
     int32_t step;                      /* fours of this sequence: from head to head of few */
     int64_t last_row;                  /* of the keys */
@@ -12435,7 +12439,7 @@ typedef struct ra__decode {
     int32_t modifies;                  /* 1: scores of some row may be more than dot products, */
     int32_t modified;                  /* ... and in this block some are */
     float factor;                      /* ra__q_factor */
-    int32_t row[RA__HANDFUL], member[RA__HANDFUL]; /* of a pair: row, head in its group */
+    int32_t row[RA__HANDFUL], member[RA__HANDFUL]; /* of head rows: row, head of group */
     int32_t at[RA__HANDFUL];      /* position of a row, */
     ra__sees sees[RA__HANDFUL];   /* what it sees */
     ra__bounds bounds[RA__HANDFUL];
@@ -12494,9 +12498,9 @@ static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, int6
                              ra__decode *x) {
     const int64_t k = ra__round_up(d->k_dim, RA__DECODE_DIMS) * rows;
     const int64_t v = ra__round_up(d->v_dim, RA__DECODE_DIMS) * rows;
-    const int64_t pairs = d->tokens * (d->q_heads / d->kv_heads);
+    const int64_t head_rows = d->tokens * (d->q_heads / d->kv_heads);
     x->heads = heads;
-    x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__HANDFUL), RA__DECODE_ROWS);
+    x->fours = (int32_t)ra__ceil_div(ra__min(head_rows, RA__HANDFUL), RA__DECODE_ROWS);
     const int64_t n = (int64_t)heads * x->fours;
     x->few = (ra__decode_rows *)ra__carve(a, n * (int64_t)sizeof *x->few);
     x->pos = (int32_t *)ra__carve(a, RA_BLOCK_TOKENS * (int64_t)sizeof *x->pos);
@@ -12537,13 +12541,13 @@ RA__INLINE int32_t ra__decode_rows_of(const ra__local *c) {
  * for every call with fewer tokens, keys or sequences. */
 static int64_t ra__decode_slots(const ra_desc *d) {
     const int64_t group = d->q_heads / d->kv_heads;
-    const int64_t pairs = ra__min(d->tokens * group, RA__HANDFUL);
+    const int64_t head_rows = ra__min(d->tokens * group, RA__HANDFUL);
     const int64_t parts = ra__decode_limit(d);
     const int64_t most = RA__DECODE_SLOTS;
     const int64_t slots = parts < most / d->sequences ? parts * d->sequences : most;
     if (parts < 2 || !ra__may_decode(d)) return 0;
     return ra__round_up(slots * d->kv_heads *
-                        ra__ceil_div(pairs, RA__DECODE_ROWS) * ra__slot_floats(d) * 4, 64);
+                        ra__ceil_div(head_rows, RA__DECODE_ROWS) * ra__slot_floats(d) * 4, 64);
 }
 
 /* kv heads of a task: as many as nth threads can share evenly. With one thread, or if threads
@@ -12563,15 +12567,15 @@ static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
     x->at[i] = (int32_t)p;
 }
 
-/* How scores of up to 4 pairs are modified. */
-static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t head, int32_t pair,
+/* How scores of up to 4 head rows are modified. */
+static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t head, int32_t index,
                               ra__decode_rows *f) {
     memset(f->slope, 0, sizeof f->slope);
     memset(f->pos, 0, sizeof f->pos);
     memset(f->score, 0, sizeof f->score);
     for (int32_t r = 0; r < f->count; r++) {
-        const int32_t row = x->row[pair + r];
-        const int32_t q_head = (x->head + head) * x->group + x->member[pair + r];
+        const int32_t row = x->row[index + r];
+        const int32_t q_head = (x->head + head) * x->group + x->member[index + r];
         f->score[r] = ra__score_of(&c->w, x->sequence, x->first_row + row, q_head);
         f->modified |= ra__score_is_modified(&f->score[r]);
         for (int32_t i = r; i < 16; i += RA__DECODE_ROWS) f->slope[i] = f->score[r].slope;
@@ -12579,15 +12583,15 @@ static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t h
     }
 }
 
-/* Queries and empty state of up to 4 pairs from `pair` on, of kv head `head` of the task. With
+/* Queries and empty state of up to 4 head rows from `index` on, of kv head `head` of the task. With
  * one_row the kernel clears acc. */
-RA__INLINE void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int32_t pair,
+RA__INLINE void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int32_t index,
                                 int one_row) {
-    ra__decode_rows *f = &x->few[head * x->step + pair / RA__DECODE_ROWS];
+    ra__decode_rows *f = &x->few[head * x->step + index / RA__DECODE_ROWS];
     const int64_t four = RA__DECODE_ROWS * (int64_t)sizeof(float);
     const int64_t q_bytes = ra__round_up(c->d.k_dim, RA__DECODE_DIMS) * four;
     const int64_t acc_bytes = ra__round_up(c->d.v_dim, RA__DECODE_DIMS) * four;
-    f->count = one_row ? 1 : (int32_t)ra__min(x->pairs - pair, RA__DECODE_ROWS);
+    f->count = one_row ? 1 : (int32_t)ra__min(x->head_rows - index, RA__DECODE_ROWS);
     f->one_row = one_row;
     f->o = NULL;
     if (x->direct)
@@ -12601,10 +12605,10 @@ RA__INLINE void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head,
         f->m[i] = f->m[i + 4] = f->m[i + 8] = f->m[i + 12] = ra__neg_inf();
     f->has_keys = f->modified = 0;
     f->factor = x->factor;
-    if (x->modifies) ra__decode_scores(c, x, head, pair, f);
+    if (x->modifies) ra__decode_scores(c, x, head, index, f);
     for (int32_t r = 0; r < f->count; r++) {
-        const int32_t row = x->row[pair + r];
-        const int32_t q_head = (x->head + head) * x->group + x->member[pair + r];
+        const int32_t row = x->row[index + r];
+        const int32_t q_head = (x->head + head) * x->group + x->member[index + r];
         const ra__view q = ra__view_at(c->w.q, x->sequence, x->first_row + row, q_head);
         c->w.kernel->decode_load(f, r, q.data, f->factor);
     }
@@ -12629,15 +12633,15 @@ static void ra__decode_indirect(const ra__local *c, ra__decode *x) {
     x->direct = 0;
 }
 
-/* O and LSE of a pair of kv head `head` of the task, from row pair % RA__DECODE_ROWS of f. */
-static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t head, int32_t pair,
+/* O and LSE of head row `index` of a kv head of the task, from row index % RA__DECODE_ROWS of f. */
+static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t head, int32_t index,
                              const ra__decode_rows *f) {
-    const int32_t q_head = (x->head + head) * x->group + x->member[pair];
-    const int64_t row = x->first_row + x->row[pair];
+    const int32_t q_head = (x->head + head) * x->group + x->member[index];
+    const int64_t row = x->first_row + x->row[index];
     const float *sink = c->d.scores & RA_SCORE_SINKS ? c->w.t->sinks + q_head : NULL;
     void *o = ra__view_out(ra__view_at(c->w.o, x->sequence, row, q_head));
     void *lse = ra__view_out(ra__view_at(c->w.lse, x->sequence, row, q_head));
-    int32_t r = pair % RA__DECODE_ROWS;
+    int32_t r = index % RA__DECODE_ROWS;
     const int plain = !sink && !lse && f->l[r] != 0.0f;    /* as ra__row_finish */
     float sum = 0.0f, factor = plain ? 1.0f / f->l[r] : 0.0f;
     if (!plain) factor = ra__row_finish(f->m[r], f->l[r], sink, lse ? &sum : NULL);
@@ -12720,10 +12724,10 @@ static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra_
     t->seen = ~(uint64_t)0;
     if (t->n > RA__DECODE_KEYS) return;
     for (int32_t r = 0; r < RA__DECODE_ROWS; r++) {
-        int32_t pair = four * RA__DECODE_ROWS + r;
+        int32_t index = four * RA__DECODE_ROWS + r;
         bits[r] = all;
-        if (pair >= x->pairs) continue;
-        bits[r] = (uint32_t)(x->seen[x->row[pair]] >> j) & all;
+        if (index >= x->head_rows) continue;
+        bits[r] = (uint32_t)(x->seen[x->row[index]] >> j) & all;
         some |= bits[r];
         every &= bits[r];
     }
@@ -12837,14 +12841,14 @@ static int32_t ra__decode_nears(const ra__local *c, const ra__decode *x, const r
     const int64_t bytes[2] = { ra__row_bytes(d->k_dtype, d->k_dim),
                                ra__row_bytes(d->v_dtype, d->v_dim) };
     if (!c->w.kernel->decode_near || !ra__decodes_near() || x->lean || x->step > 1) return 0;
-    if (x->pairs == 1 && x->unit == RA__DECODE_UNIT) return 0;       /* one_row */
+    if (x->head_rows == 1 && x->unit == RA__DECODE_UNIT) return 0;       /* one_row */
     if (d->k_dtype != d->v_dtype || d->k_dtype > RA_BF16) return 0;
     for (int i = 0; i < 2; i++)        /* units of a head are not longer than stretches */
         if (kv[i].token != x->count * bytes[i] && x->count < x->unit) return 0;
     return d->k_dim % RA__DECODE_NEAR == 0 && d->v_dim % RA__DECODE_NEAR == 0;
 }
 
-/* Folds a block of keys for all pairs and heads of the task. */
+/* Folds a block of keys for all head rows of the task. */
 static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra__seg *s,
                              const int32_t *pos, ra__decode *x) {
     const int32_t keys = x->keys;
@@ -12878,15 +12882,15 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     ra__seg s;
     x->rows = (int32_t)ra__min(ra__q_len(&c->d, x->sequence) - x->first_row, x->handful);
     x->group = c->d.q_heads / c->d.kv_heads;
-    x->pairs = x->rows * x->group;
-    x->step = (int32_t)ra__ceil_div(x->pairs, RA__DECODE_ROWS);
-    x->one_row = x->pairs == 1 && c->w.kernel->decode_unit == RA__DECODE_UNIT;
+    x->head_rows = x->rows * x->group;
+    x->step = (int32_t)ra__ceil_div(x->head_rows, RA__DECODE_ROWS);
+    x->one_row = x->head_rows == 1 && c->w.kernel->decode_unit == RA__DECODE_UNIT;
     for (int32_t i = 0; i < x->rows; i++) ra__decode_row(c, x, i);
-    for (int32_t i = 0; i < x->pairs; i++) {
+    for (int32_t i = 0; i < x->head_rows; i++) {
         x->row[i] = i / x->group;
         x->member[i] = i % x->group;
     }
-    x->lean = x->pairs == 1 && tokens * c->d.kv_heads <= RA__DECODE_CACHED /
+    x->lean = x->head_rows == 1 && tokens * c->d.kv_heads <= RA__DECODE_CACHED /
               (ra__row_bytes(c->d.k_dtype, c->d.k_dim) + ra__row_bytes(c->d.v_dtype, c->d.v_dim));
     x->blocks = ra__side_blocks(&c->k_side, x->sequence);
     x->first = limit > 1 ? x->blocks : 0;
@@ -12947,7 +12951,7 @@ static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
             if (!slots && x->part) c->w.kernel->decode_merge(f, to);
             if (!last) ra__slot_save(f, to);
         }
-        for (int32_t i = 0; i < x->pairs && last; i++)
+        for (int32_t i = 0; i < x->head_rows && last; i++)
             ra__decode_store(c, x, h, i, &x->few[h * x->step + i / RA__DECODE_ROWS]);
     }
 }
@@ -12976,7 +12980,7 @@ static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     x->direct = ra__decode_direct(c, x, to - from);
     for (int32_t h = 0; h < x->count && x->one_row; h++) ra__decode_load(c, x, h, 0, 1);
     for (int32_t h = 0; h < x->count && !x->one_row; h++)
-        for (int32_t i = 0; i < x->pairs; i += RA__DECODE_ROWS) ra__decode_load(c, x, h, i, 0);
+        for (int32_t i = 0; i < x->head_rows; i += RA__DECODE_ROWS) ra__decode_load(c, x, h, i, 0);
     for (int64_t i = from; i < to; i++) {
         (void)ra__side_block(&c->k_side, x->sequence, i, &block);
         ra__decode_block(c, kv, &block, array ? array + block.row : NULL, x);
@@ -12997,7 +13001,7 @@ static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
                 for (int32_t i = 1; i < x->parts; i++)
                     c->w.kernel->decode_merge(&x->few[g], ra__slot_at(c, x, slots, i, x->head, g));
             }
-            for (int32_t i = 0; i < x->pairs; i++)
+            for (int32_t i = 0; i < x->head_rows; i++)
                 ra__decode_store(c, x, 0, i, &x->few[i / RA__DECODE_ROWS]);
         }
     }
