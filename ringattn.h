@@ -20925,7 +20925,7 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  *
  * Merging. In one exchange (RA_INFER_PASS_Q) a rank gets the partial results of its rows from all
  * others and merges them. In two (RA_INFER_MERGE) it first gets those of its share, an equal part
- * of the pairs (row, head) of all rows, and merges them; then it sends the sums to the ranks that
+ * of the head rows of all rows, and merges them; then it sends the sums to the ranks that
  * want the rows. With P ranks and b bytes of partial results of the rows that a rank wants of all
  * those of a call, B, the rank receives (P - 1) b in one exchange, (P - 1) (B + b) / P in two. If
  * all want all rows, which is so with RA_QUERIES_ALL, that is less from 3 ranks on, for one message
@@ -20979,9 +20979,9 @@ typedef struct ra__key_rows {
                                         * keys are in the caller's memory */
 } ra__key_rows;
 
-/* Partial results of pairs (row, head), a row's heads one after the other: O [pairs][Dv], then
- * LSE [pairs], for each subtree of a rank. */
-typedef struct ra__partials { float *data; int64_t pairs; } ra__partials;
+/* Partial results of head rows, a row's heads one after the other: O [head_rows][Dv], then
+ * LSE [head_rows], for each subtree of a rank. */
+typedef struct ra__partials { float *data; int64_t head_rows; } ra__partials;
 
 /* The place of a partial result: some heads of rows that are `step` heads apart. */
 typedef struct ra__partial { float *o, *lse; int64_t step; } ra__partial;
@@ -21283,9 +21283,9 @@ static int64_t ra__partial_floats(const ra_desc *d) {
     return d->q_heads * (int64_t)(d->v_dim + 1);
 }
 
-/* Bytes of a message with partial results of some pairs, from `trees` subtrees. */
-static int64_t ra__pairs_message(const ra_desc *d, int64_t pairs, int64_t trees) {
-    return pairs ? RA__FRAME_BYTES + 4 * (d->v_dim + 1) * pairs * trees : 0;
+/* Bytes of a message with partial results of some head rows, from `trees` subtrees. */
+static int64_t ra__sums_message(const ra_desc *d, int64_t head_rows, int64_t trees) {
+    return head_rows ? RA__FRAME_BYTES + 4 * (d->v_dim + 1) * head_rows * trees : 0;
 }
 
 static int32_t ra__rank_trees(const ra_cache *c, int32_t rank) {
@@ -21336,7 +21336,7 @@ static void ra__cache_carve_desks(ra__arena *a, ra_cache *c) {
     }
 }
 
-/* The most pairs of a share, in a call of MERGE. */
+/* The most head rows of a share, in a call of MERGE. */
 static int64_t ra__share_most(const ra_cache *c) {
     return ra__ceil_div(c->merge_rows * c->d.q_heads, c->ranks);
 }
@@ -21345,14 +21345,14 @@ static int64_t ra__share_most(const ra_cache *c) {
 static void ra__cache_carve_sums(ra__arena *a, ra_cache *c, int64_t align) {
     const int64_t most = ra__share_most(c), all = c->cd.queries == RA_QUERIES_ALL;
     if (!c->merge_rows) return;
-    c->sums = ra__carve_aligned(a, ra__pairs_message(&c->d, most, 1), align);
+    c->sums = ra__carve_aligned(a, ra__sums_message(&c->d, most, 1), align);
     for (int32_t r = 0; r < c->ranks; r++) {
         uint8_t *send = c->sums, *recv = NULL;
         const int64_t from = ra__min(most, ra__own_most(c, c->rank) * c->d.q_heads);
         const int64_t to = ra__min(most, ra__own_most(c, r) * c->d.q_heads);
         if (r == c->rank) continue;
-        recv = ra__carve_aligned(a, ra__pairs_message(&c->d, from, 1), align);
-        if (!all) send = ra__carve_aligned(a, ra__pairs_message(&c->d, to, 1), align);
+        recv = ra__carve_aligned(a, ra__sums_message(&c->d, from, 1), align);
+        if (!all) send = ra__carve_aligned(a, ra__sums_message(&c->d, to, 1), align);
         if (!a->base) continue;
         c->sums_recv[r] = recv;
         c->sums_send[r] = send;
@@ -21366,12 +21366,12 @@ static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
     const int64_t trees = ra__rank_trees(c, c->rank);
     const int moves = c->ranks > 1 && c->cd.queries == RA_QUERIES_OWN;
     for (int32_t r = 0; r < c->ranks && c->ranks > 1; r++) {
-        const int64_t rows = ra__own_most(c, r), pairs = ra__max(moves * rows * heads, share);
+        const int64_t rows = ra__own_most(c, r), head_rows = ra__max(moves * rows * heads, share);
         uint8_t *recv = NULL, *send = NULL, *result = ra__carve_aligned(
-            a, ra__pairs_message(&c->d, ra__max(own * heads, share), ra__rank_trees(c, r)), align);
+            a, ra__sums_message(&c->d, ra__max(own * heads, share), ra__rank_trees(c, r)), align);
         if (moves && r != c->rank) recv = ra__carve_aligned(a, RA__FRAME_BYTES + rows * q, align);
-        if (pairs && r != c->rank)
-            send = ra__carve_aligned(a, ra__pairs_message(&c->d, pairs, trees), align);
+        if (head_rows && r != c->rank)
+            send = ra__carve_aligned(a, ra__sums_message(&c->d, head_rows, trees), align);
         if (!a->base) continue;
         c->result[r] = result;
         c->q_recv[r] = recv;
@@ -21379,8 +21379,8 @@ static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
     }
     ra__cache_carve_sums(a, c, align);
     if (moves || c->merge_rows)
-        c->partial_out = (uint8_t *)ra__carve(a, ra__pairs_message(&c->d, c->most_rows * heads,
-                                                                trees));
+        c->partial_out = (uint8_t *)ra__carve(a, ra__sums_message(&c->d, c->most_rows * heads,
+                                                               trees));
     if (!moves) return;
     c->q_send = ra__carve_aligned(a, RA__FRAME_BYTES + own * q, align);
     c->q_all = (uint8_t *)ra__carve(a, c->most_rows * q);
@@ -21592,9 +21592,9 @@ static int64_t ra__rows_message(int64_t rows, int64_t row_bytes) {
     return rows ? RA__FRAME_BYTES + rows * row_bytes : 0;
 }
 
-/* Bytes of a message with a rank's partial results of some pairs. */
-static int64_t ra__partial_length(const ra_cache *c, int32_t rank, int64_t pairs) {
-    return ra__pairs_message(&c->d, pairs, ra__rank_trees(c, rank));
+/* Bytes of a message with a rank's partial results of some head rows. */
+static int64_t ra__partial_length(const ra_cache *c, int32_t rank, int64_t head_rows) {
+    return ra__sums_message(&c->d, head_rows, ra__rank_trees(c, rank));
 }
 
 /* The longest message, except those of keys. */
@@ -21602,10 +21602,10 @@ static int64_t ra__cache_message(const ra_cache *c) {
     int64_t most = c->shared && c->notes ? RA__NOTE_BYTES : 0;
     for (int32_t r = 0; r < c->ranks; r++) {
         const int64_t rows = ra__own_most(c, r);
-        const int64_t pairs = ra__max(rows * c->d.q_heads, ra__share_most(c));
+        const int64_t head_rows = ra__max(rows * c->d.q_heads, ra__share_most(c));
         most = ra__max(most, RA__FRAME_BYTES + rows * ra__query_bytes(&c->d));
         for (int32_t q = 0; q < c->ranks; q++)
-            most = ra__max(most, ra__partial_length(c, q, pairs));
+            most = ra__max(most, ra__partial_length(c, q, head_rows));
     }
     return most;
 }
@@ -21924,17 +21924,18 @@ static int ra__row_wanted(const ra_cache *c, int32_t rank, int64_t i) {
            c->lane_owner[ra__lane_of(c, c->all_pos[i])] == rank;
 }
 
-/* The first pair of the share of a rank, which ends where the next begins. */
+/* The first head row of the share of a rank, which ends where the next begins. */
 static int64_t ra__share_first(const ra_cache *c, int32_t rank) {
     return c->rows * c->d.q_heads * rank / c->ranks;
 }
 
-static int64_t ra__share_pairs(const ra_cache *c, int32_t rank) {
+static int64_t ra__share_size(const ra_cache *c, int32_t rank) {
     return ra__share_first(c, rank + 1) - ra__share_first(c, rank);
 }
 
-/* The pairs of the share of `holder` in rows that `rank` wants. With a share or a message to take
- * them from it copies their sums, to the rows of `rank` or, if these are null, to a message. */
+/* How many head rows of the share of `holder` are in rows that `rank` wants. With a share or a
+ * message it copies their sums from there, to the rows of `rank` or, if these are null, to a
+ * message. */
 static int64_t ra__share_move(const ra_cache *c, int32_t holder, int32_t rank,
                               const ra__partials *share, const ra__partials *message,
                               const ra__partials *rows) {
@@ -21949,7 +21950,7 @@ static int64_t ra__share_move(const ra_cache *c, int32_t holder, int32_t rank,
             const int64_t at = share ? first - begin : moved;
             const int64_t place = rows ? row * heads + first - i * heads : moved;
             memcpy(to->data + place * dim, from->data + at * dim, (size_t)(n * dim) * 4);
-            memcpy(to->data + to->pairs * dim + place, from->data + from->pairs * dim + at,
+            memcpy(to->data + to->head_rows * dim + place, from->data + from->head_rows * dim + at,
                    (size_t)n * 4);
         }
         moved += ra__max(n, 0);
@@ -21962,7 +21963,7 @@ static int64_t ra__share_move(const ra_cache *c, int32_t holder, int32_t rank,
 static void ra__merge_swaps(ra_cache *c) {
     for (int32_t s = 1; s < c->ranks; s++) {
         const int32_t to = (c->rank + s) % c->ranks, from = (c->rank + c->ranks - s) % c->ranks;
-        const int64_t here = ra__share_pairs(c, c->rank), there = ra__share_pairs(c, to);
+        const int64_t here = ra__share_size(c, c->rank), there = ra__share_size(c, to);
         const ra__swap_message out = { c->partial_send[to],
                                        ra__partial_length(c, c->rank, there), 1 };
         const ra__swap_message in = { c->result[from], ra__partial_length(c, from, here), 0 };
@@ -21972,8 +21973,8 @@ static void ra__merge_swaps(ra_cache *c) {
         const int32_t to = (c->rank + s) % c->ranks, from = (c->rank + c->ranks - s) % c->ranks;
         const int64_t sent = ra__share_move(c, c->rank, to, NULL, NULL, NULL);
         const int64_t come = ra__share_move(c, from, c->rank, NULL, NULL, NULL);
-        const ra__swap_message out = { c->sums_send[to], ra__pairs_message(&c->d, sent, 1), 2 };
-        const ra__swap_message in = { c->sums_recv[from], ra__pairs_message(&c->d, come, 1), 0 };
+        const ra__swap_message out = { c->sums_send[to], ra__sums_message(&c->d, sent, 1), 2 };
+        const ra__swap_message in = { c->sums_recv[from], ra__sums_message(&c->d, come, 1), 0 };
         ra__swap_add(c, RA__FRAME_SUMS, s, &out, &in);
     }
     c->stages = 3;
@@ -22334,22 +22335,22 @@ static void ra__cache_place_q(ra_cache *c, int32_t rank, const uint8_t *from) {
     }
 }
 
-/* A pair, and those of its row's heads after it, in the partial results of a subtree. */
-static ra__partial ra__tree_partial(const ra_cache *c, ra__partials p, int64_t tree, int64_t pair) {
-    float *data = p.data + tree * p.pairs * (c->d.v_dim + 1);
-    const ra__partial x = { data + pair * c->d.v_dim, data + p.pairs * c->d.v_dim + pair,
+/* A head row, and those of its row after it, in the partial results of a subtree. */
+static ra__partial ra__tree_partial(const ra_cache *c, ra__partials p, int64_t tree, int64_t at) {
+    float *data = p.data + tree * p.head_rows * (c->d.v_dim + 1);
+    const ra__partial x = { data + at * c->d.v_dim, data + p.head_rows * c->d.v_dim + at,
                             c->d.q_heads };
     return x;
 }
 
-static void ra__partial_copy(const ra_cache *c, ra__partial to, ra__partial from, int64_t pairs) {
-    memcpy(to.o, from.o, (size_t)(pairs * c->d.v_dim) * sizeof(float));
-    memcpy(to.lse, from.lse, (size_t)pairs * sizeof(float));
+static void ra__partial_copy(const ra_cache *c, ra__partial to, ra__partial from, int64_t n) {
+    memcpy(to.o, from.o, (size_t)(n * c->d.v_dim) * sizeof(float));
+    memcpy(to.lse, from.lse, (size_t)n * sizeof(float));
 }
 
 /* The partial results, or sums, in a message. */
-static ra__partials ra__partials_in(uint8_t *message, int64_t pairs) {
-    const ra__partials p = { (float *)(void *)(message + RA__FRAME_BYTES), pairs };
+static ra__partials ra__partials_in(uint8_t *message, int64_t head_rows) {
+    const ra__partials p = { (float *)(void *)(message + RA__FRAME_BYTES), head_rows };
     return p;
 }
 
@@ -22377,7 +22378,7 @@ static void ra__cache_pack_partial(const ra_cache *c, int32_t rank, ra__partials
 /* MERGE: packs the partial results of the shares of the other ranks. */
 static void ra__cache_pack_shares(ra_cache *c) {
     for (int32_t r = 0; r < c->ranks; r++) {
-        const int64_t n = ra__share_pairs(c, r), first = ra__share_first(c, r);
+        const int64_t n = ra__share_size(c, r), first = ra__share_first(c, r);
         if (r == c->rank || !n) continue;
         for (int32_t s = 0; s < ra__rank_trees(c, c->rank); s++)
             ra__partial_copy(c, ra__tree_partial(c, ra__partials_in(c->partial_send[r], n), s, 0),
@@ -22389,14 +22390,14 @@ static void ra__cache_pack_shares(ra_cache *c) {
 
 /* MERGE: packs the sums of this rank's share, once they are there. */
 static void ra__cache_pack_sums(ra_cache *c) {
-    const ra__partials share = ra__partials_in(c->sums, ra__share_pairs(c, c->rank));
+    const ra__partials share = ra__partials_in(c->sums, ra__share_size(c, c->rank));
     const ra__partials own = ra__result_of(c, c->rank);
     for (int32_t r = 0; r < c->ranks; r++) {
         const int64_t n = ra__share_move(c, c->rank, r, NULL, NULL, NULL);
         if (r == c->rank || !n) continue;
         const ra__partials to = ra__partials_in(c->sums_send[r], n);
         if (c->sums_send[r] != c->sums) (void)ra__share_move(c, c->rank, r, &share, &to, NULL);
-        ra__cache_put_frame(c, c->sums_send[r], RA__FRAME_SUMS, ra__pairs_message(&c->d, n, 1));
+        ra__cache_put_frame(c, c->sums_send[r], RA__FRAME_SUMS, ra__sums_message(&c->d, n, 1));
     }
     (void)ra__share_move(c, c->rank, c->rank, &share, NULL, &own);
 }
@@ -22416,7 +22417,7 @@ static void ra__cache_pack_results(ra_cache *c) {
         ra__cache_pack_partial(c, r, to);
         if (r == c->rank) continue;
         ra__cache_put_frame(c, c->partial_send[r], RA__FRAME_PARTIAL,
-                            ra__partial_length(c, c->rank, to.pairs));
+                            ra__partial_length(c, c->rank, to.head_rows));
     }
 }
 
@@ -22956,12 +22957,12 @@ static ra__cache_portion ra__portion_at(const ra_cache *c, int32_t b, int64_t n)
     return x;
 }
 
-/* 1: the portions of a stage are pairs of this rank's share to merge. */
+/* 1: the portions of a stage are head rows of this rank's share to merge. */
 static int ra__stage_merges(const ra_cache *c, int32_t stage) {
     return c->travel == RA_INFER_MERGE && stage == 1;
 }
 
-/* 1: the portions of a stage are rows to write, or pairs to merge. */
+/* 1: the portions of a stage are rows to write, or head rows to merge. */
 static int ra__stage_writes(const ra_cache *c, int32_t stage) {
     return !c->pooled && (stage == c->stages - 1 || ra__stage_merges(c, stage));
 }
@@ -22978,13 +22979,13 @@ static ra__cache_portion ra__portion_new(const ra_cache *c, int64_t n) {
 }
 
 /* -------------------------------------------------------------------------- the end of a call */
-/* Pairs [at, at + n) to sum over lanes: of the rows of this rank, or with MERGE of its share. */
-typedef struct ra__pairs { int64_t at, n; } ra__pairs;
+/* Head rows [at, at + n) of this rank's rows, or with MERGE of its share, to sum over lanes. */
+typedef struct ra__head_rows { int64_t at, n; } ra__head_rows;
 
-/* Pairs over lanes [first, last), summed in place in the partial results of all ranks. Those that
+/* Sums head rows over lanes [first, last), in place in the partial results of all ranks. Those that
  * other ranks may still be receiving are summed at the desk instead. */
-static ra__partial ra__pairs_sum(const ra_cache *c, const ra__cache_desk *y, ra__pairs p,
-                                 ra__subtree lanes, int32_t depth) {
+static ra__partial ra__rows_sum(const ra_cache *c, const ra__cache_desk *y, ra__head_rows p,
+                                ra__subtree lanes, int32_t depth) {
     const int32_t middle = lanes.first + (lanes.last - lanes.first + 1) / 2;
     const int32_t rank = c->lane_owner[lanes.first];
     const ra__subtree left = { lanes.first, middle }, right = { middle, lanes.last };
@@ -22993,7 +22994,7 @@ static ra__partial ra__pairs_sum(const ra_cache *c, const ra__cache_desk *y, ra_
     for (int32_t i = c->tree_first[rank]; i < c->tree_first[rank + 1]; i++) {
         ra__partials all = ra__result_of(c, rank);
         if (c->tree[i].first != lanes.first || c->tree[i].last != lanes.last) continue;
-        if (shares) all.pairs = ra__share_pairs(c, c->rank);
+        if (shares) all.head_rows = ra__share_size(c, c->rank);
         if (shares && here) all = ra__partials_here(c);
         const ra__partial partial = ra__tree_partial(c, all, i - c->tree_first[rank], p.at +
                                                (shares && here ? ra__share_first(c, rank) : 0));
@@ -23001,19 +23002,19 @@ static ra__partial ra__pairs_sum(const ra_cache *c, const ra__cache_desk *y, ra_
         if (sent) ra__partial_copy(c, copy, partial, p.n);
         return sent ? copy : partial;
     }
-    const ra__partial sum = ra__pairs_sum(c, y, p, left, depth);
-    const ra__partial partial = ra__pairs_sum(c, y, p, right, depth + 1);
+    const ra__partial sum = ra__rows_sum(c, y, p, left, depth);
+    const ra__partial partial = ra__rows_sum(c, y, p, right, depth + 1);
     c->tile_kernel->merge(sum.o, sum.lse, 1, partial.o, partial.lse, p.n, c->d.v_dim);
     return sum;
 }
 
-/* MERGE: sums some pairs of this rank's share. */
+/* MERGE: sums some head rows of this rank's share. */
 static ra_status ra__cache_merge(const ra_cache *c, const ra__cache_desk *y) {
     const ra__subtree all = { 0, c->lanes };
-    const ra__partials sums = ra__partials_in(c->sums, ra__share_pairs(c, c->rank));
+    const ra__partials sums = ra__partials_in(c->sums, ra__share_size(c, c->rank));
     const int64_t step = c->write_rows * c->d.q_heads, at = y->x.n * step;
-    const ra__pairs p = { at, ra__min(step, sums.pairs - at) };
-    ra__partial_copy(c, ra__tree_partial(c, sums, 0, at), ra__pairs_sum(c, y, p, all, 0), p.n);
+    const ra__head_rows p = { at, ra__min(step, sums.head_rows - at) };
+    ra__partial_copy(c, ra__tree_partial(c, sums, 0, at), ra__rows_sum(c, y, p, all, 0), p.n);
     return RA_OK;
 }
 
@@ -23046,12 +23047,12 @@ static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
     int32_t b = 0;
     if (ra__stage_merges(c, ra__load_i32(&c->stage))) return ra__cache_merge(c, y);
     for (int64_t i = first; i < c->own_rows && i < first + c->write_rows && !s; i++) {
-        const ra__pairs p = { i * heads, heads };
+        const ra__head_rows p = { i * heads, heads };
         while (i >= c->own_at[b + 1]) b++;
         s = ra__row_write(c, b, i - c->own_at[b], 0, c->d.q_heads,
                           c->travel == RA_INFER_MERGE
                               ? ra__tree_partial(c, ra__result_of(c, c->rank), 0, p.at)
-                              : ra__pairs_sum(c, y, p, all, 0));
+                              : ra__rows_sum(c, y, p, all, 0));
     }
     return s;
 }
@@ -23146,9 +23147,9 @@ static void ra__stage_open(ra_cache *c, int32_t stage) {
                     c->cd.queries == RA_QUERIES_ALL;
     c->portions = 0;
     if (ra__stage_writes(c, stage)) {
-        const int64_t pairs = ra__stage_merges(c, stage) ? ra__share_pairs(c, c->rank)
-                                                         : c->own_rows * c->d.q_heads;
-        c->portions = ra__ceil_div(pairs, c->write_rows * c->d.q_heads);
+        const int64_t head_rows = ra__stage_merges(c, stage) ? ra__share_size(c, c->rank)
+                                                             : c->own_rows * c->d.q_heads;
+        c->portions = ra__ceil_div(head_rows, c->write_rows * c->d.q_heads);
     } else {
         c->queries.v = own ? c->q : ra__view_packed(c->q_all, c->d.q_heads, c->d.k_dim,
                                                     c->d.q_dtype);
