@@ -6022,7 +6022,7 @@ RA__BF_STATIC void ra__bf_find_seen(ra__bf_strip *strip, int32_t partial) {
     }
 }
 
-/* Narrows [first, last) to the keys that the rows of the strip see, in groups of 8: to all that
+/* Narrows [first, last) to the keys that the rows of the strip see, in units of 8: to all that
  * there are, unless the tile is partial. Returns 0 if there are none. */
 RA__BF_STATIC int32_t ra__bf_narrow(ra__bf_strip *strip, int32_t partial) {
     const uint64_t rows = (uint64_t)(strip->vectors == 1 ? 0xffffu : 0xffffffffu) << strip->row;
@@ -6198,9 +6198,9 @@ RA__BF_STATIC void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__
  * Scores. A lane is one of 4 rows and one of 4 pairs of dims: q is [Dk / 8][4 rows][8 dims], and 8
  * dims of K are broadcast, to two fours at once where there are two.
  *
- * Values. Lanes are dims, as in KERNEL. Keys come in groups of 8: key j is paired with key j + 4,
+ * Values. Lanes are dims, as in KERNEL. Keys come in units of 8: key j is paired with key j + 4,
  * so that two vectors of scores [4 keys][4 rows] become the pairs of p. The unpack instructions
- * leave dims of the two vectors of a chunk in alternate groups of 4; ra__decode_store_bf16 puts
+ * leave dims of the two vectors of a chunk in alternate fours; ra__decode_store_bf16 puts
  * them in order.
  *
  * PERF: a block of 64 keys that all rows see is one call, and ends in acc; two fours read and pair
@@ -6209,7 +6209,7 @@ RA__BF_STATIC void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__
  * least. Scores take 42 in level 1 (their sums across lanes use the same units) and 45 from level
  * 2; values 37 (4 unpacks beside 32 products) and 45; 2^x 4; the rest 4. Prefetching V into level 1
  * makes values slower, 45 -> 65, because rows 2 KB apart share its sets. */
-enum { RA__BF_DECODE_UNIT = 8 };       /* dims per step; keys per group with one maximum */
+enum { RA__BF_DECODE_UNIT = 8 };       /* dims per step; keys per unit with one maximum */
 enum { RA__BF_DECODE_FOURS = 4 };      /* most fours of a call */
 
 /* What a four or two of them prefetch: all; half of the lines of both streams, because others
@@ -6380,7 +6380,7 @@ RA__BF_INLINE void ra__bf_decode_product(const ra__decode_keys *keys, __m512 *c,
 }
 
 /* Adds p V to the sums of nf fours and nc chunks of 32 dims from d on: to those of the block or, if
- * the keys end it, to acc. nf nc 2 needs whole chunks, and whole groups of keys that all rows
+ * the keys end it, to acc. nf nc 2 needs whole chunks, and whole units of keys that all rows
  * see. */
 RA__BF_INLINE void ra__bf_decode_value_tile(const ra__decode_rows *rows,
                                             const ra__decode_keys *keys, const float *pairs,
@@ -6420,7 +6420,7 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_decode_values(const ra__decode_rows *rows
     for (; d < dim; d += 32) ra__bf_decode_value_tile(rows, keys, pairs, d, 1, 1);
 }
 
-/* Of two fours, with whole groups of keys that all rows see. V is read once for both. */
+/* Of two fours, with whole units of keys that all rows see. V is read once for both. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_decode_values_2(const ra__decode_rows *rows,
                                                        const ra__decode_keys *keys,
                                                        const float *pairs) {
@@ -6458,7 +6458,7 @@ RA__BF_INLINE void ra__bf_decode_add(ra__decode_rows *rows, const ra__decode_key
     }
 }
 
-/* Adds groups of n keys one by one, as long as scores exceed the limit of the maximum, which rises
+/* Adds units of n keys one by one, as long as scores exceed the limit of the maximum, which rises
  * as in KERNEL. The first key that is left. */
 RA__BF_STATIC int32_t ra__bf_decode_rise(ra__decode_rows *rows, const ra__decode_keys *keys,
                                          float (*s)[4 * RA_BLOCK_TOKENS], int32_t n) {
@@ -7107,8 +7107,8 @@ static const ra__kernel ra__kernel_bf16 = {
 
 /* ---- decoding of q8_0 keys and values by products of integers (AVX512 VNNI and VBMI)
  *
- * vpdpbusd sums the products of 4 unsigned and 4 signed bytes exactly. Keys come in groups of 16,
- * which have one maximum; lane 4 l + i of a vector belongs to key 4 i + l of the group. A matrix of
+ * vpdpbusd sums the products of 4 unsigned and 4 signed bytes exactly. Keys come in units of 16,
+ * which have one maximum; lane 4 l + i of a vector belongs to key 4 i + l of the unit. A matrix of
  * 4 x 4 lanes is then transposed between [row][16 keys] and [key][4 rows] without crossing lanes.
  *
  * Scores: q of a row is unit (256 a + b), where a and b are signed bytes. A step is 8 dims of 8
@@ -7286,10 +7286,10 @@ RA__Q8_INLINE void ra__q8_transpose(__m512 *v) {
     v[3] = _mm512_shuffle_ps(b, d, 0xee);
 }
 
-/* Scores [key][4 rows] of groups of 16 keys, `groups` of them if they are whole, otherwise one.
+/* Scores [key][4 rows] of units of 16 keys, `units` of them if they are whole, otherwise one.
  * Missing rows have 0. Keys of a block are loaded beside the products of the block before. */
 RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decode_keys *keys,
-                                    int32_t j, float *s, int32_t groups, const int32_t whole) {
+                                    int32_t j, float *s, int32_t units, const int32_t whole) {
     const __m256i lanes = _mm256_setr_epi16(0, 4, 32, 36, 1, 5, 33, 37, 2, 6, 34, 38,
                                             3, 7, 35, 39);
     const int32_t blocks = rows->d->k_dim / 32, n = rows->count;
@@ -7300,7 +7300,7 @@ RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decod
     __m512i k[8], next[8], half[2];
     ra__q8_find_rows(&x, keys->k + j * keys->k_stride, keys->k_stride, keys->n - j, whole);
     RA__UNROLL for (int32_t h = 0; h < 2; h++) ra__q8_load_keys(next, &x, 2, h, whole);
-    for (int32_t g = 0; g < groups; g++, s += 4 * RA__Q8_KEYS) {
+    for (int32_t g = 0; g < units; g++, s += 4 * RA__Q8_KEYS) {
         const ra__q8_queries *q = first;
         __m512 sum[4];
         RA__UNROLL for (int32_t r = 0; r < 4; r++) sum[r] = _mm512_setzero_ps();
@@ -7313,7 +7313,7 @@ RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decod
             const __m512 scale = _mm512_cvtph_ps(_mm512_castsi512_si256(
                 _mm512_permutex2var_epi16(half[0], where, half[1])));
             at += b + 1 < blocks ? RA__Q8_BYTES : 0;
-            if (b + 1 == blocks && g + 1 < groups) {
+            if (b + 1 == blocks && g + 1 < units) {
                 ra__q8_next_rows(&x);
                 at = 0;
             }
@@ -7334,8 +7334,8 @@ RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decod
 
 RA__NOINLINE RA__Q8_TARGET void ra__q8_scores(const ra__decode_rows *rows,
                                               const ra__decode_keys *keys, float *s) {
-    const int32_t groups = keys->n / RA__Q8_KEYS, j = groups * RA__Q8_KEYS;
-    if (groups) ra__q8_scores_of(rows, keys, 0, s, groups, 1);
+    const int32_t units = keys->n / RA__Q8_KEYS, j = units * RA__Q8_KEYS;
+    if (units) ra__q8_scores_of(rows, keys, 0, s, units, 1);
     if (j < keys->n) ra__q8_scores_of(rows, keys, j, s + 4 * j, 1, 0);
 }
 
@@ -7364,20 +7364,20 @@ RA__Q8_INLINE int32_t ra__q8_spread(__m512 (*scale)[4], const ra__q8_rows *x, in
     return _mm512_movepi16_mask(all) != 0;
 }
 
-/* Values of groups of 16 keys, to be added to the sums of `blocks` blocks. */
+/* Values of units of 16 keys, to be added to the sums of `blocks` blocks. */
 typedef struct ra__q8_work {
-    ra__q8_rows rows;                  /* of the first group, at the first block */
-    ra__q8_weights *w;                 /* [groups] */
+    ra__q8_rows rows;                  /* of the first unit, at the first block */
+    ra__q8_weights *w;                 /* [units] */
     float *acc;                        /* [blocks][4 rows][32 dims] */
     ra__stream *streams;
-    int32_t groups, blocks, count;     /* count: of rows that exist */
+    int32_t units, blocks, count;      /* count: of rows that exist */
     int32_t fresh;                     /* 1: acc has no sums yet */
     float *total;                      /* not null: these are all keys of a block, whose sums are
                                         * added to total, [blocks][4 rows][32 dims] */
-    uint64_t seen;                     /* bit 4 j + r: row r sees key j; if a group is not whole */
+    uint64_t seen;                     /* bit 4 j + r: row r sees key j; if a unit is not whole */
 } ra__q8_work;
 
-/* Weights of group g: p [16 keys][4 rows] times the scales of V, of keys whose scale has this sign
+/* Weights of unit g: p [16 keys][4 rows] times the scales of V, of keys whose scale has this sign
  * and which the row sees. Returns 1 if some scale has the other sign. The unit is a power of two,
  * 2^-15 of that of the largest weight; 2^23 units added leave the number of units in the low bits.
  * NaN is the largest of all integers here, so that the unit becomes NaN. */
@@ -7466,14 +7466,14 @@ RA__Q8_INLINE void ra__q8_add(__m512 *c, const uint8_t (*digit)[64], int32_t r, 
             _mm512_set1_ps(unit), c[t]);
 }
 
-/* Adds block b of groups [g, end). */
+/* Adds block b of units [g, end). */
 RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, int32_t end,
                                     int32_t fresh, const int32_t whole) {
     const __m512i where = _mm512_add_epi32(
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                            _mm512_set1_epi32(0x01010101)), _mm512_set1_epi32(0x60402000));
     const int32_t n = x->count;
-    float *acc = x->acc + 128 * b, *total = end == x->groups && g == 0 ? x->total : NULL;
+    float *acc = x->acc + 128 * b, *total = end == x->units && g == 0 ? x->total : NULL;
     int64_t at = RA__Q8_KEYS * g * x->rows.stride + b * RA__Q8_BYTES + 2;
     uintptr_t at_line[2] = { 0, 0 };
     __m512i v[8], next[8];
@@ -7500,15 +7500,15 @@ RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, 
     }
 }
 
-/* Adds up to RA__Q8_BLOCKS blocks; p: [group][16 keys][4 rows]. Weights of all groups are made
- * first, because those of one take long but leave room for others. A group with negative scales is
+/* Adds up to RA__Q8_BLOCKS blocks; p: [unit][16 keys][4 rows]. Weights of all units are made
+ * first, because those of one take long but leave room for others. A unit with negative scales is
  * added alone, and twice. */
 RA__Q8_INLINE void ra__q8_add_blocks(const ra__q8_work *x, const float *p, const int32_t whole) {
     int32_t more = 0;
-    for (int32_t g = 0; g < x->groups; g++) more |= ra__q8_weigh(x, g, p, 0, whole) << g;
-    for (int32_t g = 0, end; g < x->groups; g = end) {
+    for (int32_t g = 0; g < x->units; g++) more |= ra__q8_weigh(x, g, p, 0, whole) << g;
+    for (int32_t g = 0, end; g < x->units; g = end) {
         const int32_t twice = more >> g & 1;
-        end = more ? g + 1 : x->groups;
+        end = more ? g + 1 : x->units;
         for (int32_t negative = 0; negative <= twice; negative++) {
             if (negative) (void)ra__q8_weigh(x, g, p, 1, whole);
             for (int32_t b = 0; b < x->blocks; b++)
@@ -7520,7 +7520,7 @@ RA__Q8_INLINE void ra__q8_add_blocks(const ra__q8_work *x, const float *p, const
                                                      _mm512_loadu_ps(x->acc + i)));
 }
 
-/* Adds p V of n keys from key j on, p being [key][4 rows]. More than 16 are whole groups. */
+/* Adds p V of n keys from key j on, p being [key][4 rows]. More than 16 are whole units. */
 RA__Q8_INLINE void ra__q8_add_keys(const ra__decode_rows *rows, const ra__decode_keys *keys,
                                    int32_t j, int32_t n, const float *p, const int32_t whole) {
     const int32_t blocks = rows->d->v_dim / 32;
@@ -7528,7 +7528,7 @@ RA__Q8_INLINE void ra__q8_add_keys(const ra__decode_rows *rows, const ra__decode
     ra__q8_work x;
     x.w = w;
     x.streams = keys->streams;
-    x.groups = (n + RA__Q8_KEYS - 1) / RA__Q8_KEYS;
+    x.units = (n + RA__Q8_KEYS - 1) / RA__Q8_KEYS;
     x.count = rows->count;
     x.fresh = !rows->has_keys;
     x.seen = keys->seen;
@@ -7556,7 +7556,7 @@ RA__Q8_INLINE void ra__q8_close(ra__decode_rows *rows) {
     rows->has_keys = 0;
 }
 
-/* Adds groups of 16 keys from key j on, whose scores are in s, as long as maxima hold. Groups have
+/* Adds units of 16 keys from key j on, whose scores are in s, as long as maxima hold. Units have
  * one maximum, which rises before they are added. */
 RA__Q8_STATIC void ra__decode_fold_q8(ra__decode_rows *rows, const ra__decode_keys *keys,
                                       int32_t n) {
