@@ -13090,8 +13090,8 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
 
 enum { RA__STACK_BYTES = 192 * 1024, RA__STACK_DECODE = 32 * 1024 };
 
-/* Sizes of workspaces. Each grows with tokens, keys, sequences and threads, and counts the forms
- * that smaller calls may take: so the workspace of the largest call serves all. */
+/* Sizes of workspaces. Each grows with tokens, keys, sequences and threads, and provides for the
+ * forms that smaller calls may take. So the workspace of the largest call serves all. */
 
 /* Bytes that nth threads share, before those of each. */
 static int64_t ra__local_shared(const ra_desc *d, int nth) {
@@ -13114,8 +13114,8 @@ static ra_status ra__check_who(ra__thread who, ra_error *e) {
     return RA_OK;
 }
 
-/* Bytes of a workspace at any address: `shared`, and `need` for each of nth threads. 0 if a size_t
- * does not hold them, which is refused. */
+/* Bytes of a workspace at any address: `shared`, and `need` for each of nth threads. Refuses sizes
+ * that a size_t does not hold and returns 0. */
 static size_t ra__workspace_bytes(int64_t shared, int64_t need, int nth, ra_error *e) {
     const int64_t bytes = ra__add_sat(64 + shared, ra__mul_sat(need, nth));
     if (bytes < INT64_MAX && (uint64_t)bytes <= SIZE_MAX) return (size_t)bytes;
@@ -13123,7 +13123,7 @@ static size_t ra__workspace_bytes(int64_t shared, int64_t need, int nth, ra_erro
     return 0;
 }
 
-/* Points *base at the first multiple of 64 in such a workspace, or refuses. */
+/* Points *base at the first multiple of 64 in the workspace. Refuses one that is too small. */
 static ra_status ra__check_workspace(void *workspace, size_t bytes, int64_t shared, int64_t need,
                                      int nth, ra_error *e, uint8_t **base) {
     *base = ra__workspace_align(workspace, &bytes);
@@ -13148,7 +13148,7 @@ RA__NOINLINE void ra__local_on_stack(const ra__local *c, int decode) {
     else ra__local_run(c, 1, (uint8_t *)at, ra__alone);
 }
 
-/* The same with as many kv heads per task as fit; one takes `bytes`. */
+/* Decodes on the stack with as many kv heads per task as fit. bytes: of one kv head. */
 RA__NOINLINE void ra__decode_on_stack(const ra__local *c, int64_t bytes) {
     uint8_t memory[RA__STACK_DECODE + 64];
     uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
@@ -13156,7 +13156,7 @@ RA__NOINLINE void ra__decode_on_stack(const ra__local *c, int64_t bytes) {
     ra__decode_run(c, (int32_t)heads, (uint8_t *)at, NULL, ra__alone);
 }
 
-/* Checks the pages of all keys. */
+/* Checks the page tables of all sequences. */
 static ra_status ra__check_tables_of(const ra__local *c, ra_error *e) {
     ra_status s = RA_OK;
     for (int32_t b = 0; c->d.page_tokens && b < c->d.sequences && !s; b++) {
@@ -13204,7 +13204,7 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     ra_desc mine;
     ra_status s;
     if (!d) return RA_E_NULL;
-    if (ith > 0 && ith < nth) {        /* the threads share d->error: one writes */
+    if (ith > 0 && ith < nth) {        /* threads share d->error: only thread 0 writes it */
         mine = *d;
         mine.error = NULL;
         d = &mine;
@@ -13224,9 +13224,9 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     return ra__local_go(&c, workspace, bytes, who, decode);
 }
 
-/* For CACHE: a call of one thread, in a workspace that is large enough, with a kernel that the
- * caller has chosen. ra__attend_decode takes the form of DECODE and returns when all is done.
- * ra__attend_walk begins a walk of LOCAL. */
+/* For CACHE: a call of one thread, with a workspace that is large enough and a kernel that the
+ * caller has chosen. ra__attend_decode decodes and returns when all is done. ra__attend_walk begins
+ * a walk of LOCAL. */
 typedef struct ra__attend { ra__local c; ra__local_walk walk; } ra__attend;
 
 static ra_status ra__attend_check(const ra_desc *d, const ra_tensors *t, ra__local *c,
@@ -13304,7 +13304,7 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     return RA_OK;
 }
 
-/* Checks a state and points the work at it. */
+/* Checks a state and points c->w at it. */
 static ra_status ra__state_use(const ra_state *s, ra__local *c, ra_error *e) {
     if (!s) return ra__refuse(e, RA_E_NULL, "state", "is required", 0);
     if (!s->m) return ra__refuse(e, RA_E_NULL, "state.m", "is required", 0);
