@@ -12382,88 +12382,88 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, r
 }
 
 /* ========================================================================== DECODE
- * Few query rows: a handful is the tokens of which at most 16 (token, head) pairs read each kv
- * head. (With RA_FORM_SAME a call may have several.) A kernel takes up to four of
- * them at once, called a four, and computes dot products over Dk. Most of the time goes into
- * reading memory. So a task has several kv heads of a sequence, and reads a stretch of 16 tokens
- * for all of them before the next stretch: where the heads of a token are adjacent, memory is read
- * and prefetched in the order of its addresses.
- * With one row per kv head, and keys that caches may hold, a stretch is 64 keys. The kernel gets
- * all heads of a task in one call and reads 4 keys of all heads before the next 4, and f32 values
- * in pieces of several heads, which the processor prefetches by itself.
- * PERF: rows 2 KB apart share so few sets of the L1 cache that keys come from L2. Zen 4, f32,
- * beside a plain loop at -Ofast -march=native, head by head -> all heads: over 64 keys that begin
- * 16 bytes off a line 8 heads of D 64 1.37 -> 1.75 of its speed, 32 heads 1.31 -> 1.92.
- * PERF: memory of a stretch of 16 or 64 tokens is prefetched into the level 2 cache in the order of
- * its addresses, while the stretch before it is computed. Level 1 is too small: rows 4 KB apart
- * share its sets, and the queries and sums of 8 heads fill it. Zen 4, 32/8 heads of D 128, 32768
- * keys, one thread, share of the speed of a loop that only reads: f32 62 -> 100 %, f16 62 -> 75,
- * bf16 61 -> 105; [Hkv][T][D]: 80 -> 105, 69 -> 72, 75 -> 100. In f16 the rest is arithmetic.
- * Prefetched into level 1 the same stretches give 69 % in f32.
- * PERF: AMD's family 0x19 (Zen 3, Zen 4) decodes in this way. Other processors use decode_near if
- * the kernel has it: stretches of two units, prefetched into the level 1 cache. Zen 5, the same
- * [T][Hkv][D], gcc -O2, level 2 -> near: f32 66 -> 82 %, f16 57 -> 74, bf16 59 -> 79; two threads
- * 76 -> 94, 68 -> 89, 72 -> 86. [Hkv][T][D]: 71 -> 97, 59 -> 81, 67 -> 82; two threads 79 -> 101,
- * 72 -> 86, 79 -> 92. The rest is misses of level 1, which does not hold the queries and sums of 8
- * heads beside keys: a loop that uses those of one head for all is as fast as reading. */
+ * Few query rows. A handful is the tokens of which at most 16 head rows read each kv head; with
+ * RA_FORM_SAME a call may have several. A kernel takes up to 4 head rows at once, called a four,
+ * and computes dot products over Dk. Most of the time goes into reading memory. So a task has
+ * several kv heads of a sequence, and reads a stretch of 16 tokens for all of them before the next
+ * stretch. Where the heads of a token are adjacent, memory is thus read and prefetched in the order
+ * of its addresses.
+ * With one row per kv head, and keys that caches may hold, a stretch has 64 keys. One call of the
+ * kernel then takes all heads of a task. It reads 4 keys of all heads before the next 4, and f32
+ * values of several heads at a time. The processor prefetches both by itself.
+ * PERF: rows 2 KB apart share so few sets of the L1 cache that keys come from L2. Zen 4, f32, 64
+ * keys that begin 16 bytes off a line, speed beside a plain loop at -Ofast -march=native, head by
+ * head -> all heads: 8 heads of D 64 1.37 -> 1.75, 32 heads 1.31 -> 1.92.
+ * PERF: while a stretch of 16 or 64 tokens is computed, the next is prefetched into L2. L1 is too
+ * small for that: rows 4 KB apart share its sets, and the queries and sums of 8 heads fill it.
+ * Zen 4, 32/8 heads of D 128, 32768 keys, one thread, share of the speed of a loop that only reads:
+ * f32 62 -> 100 %, f16 62 -> 75, bf16 61 -> 105; [Hkv][T][D]: 80 -> 105, 69 -> 72, 75 -> 100. The
+ * rest of f16 is arithmetic. Prefetched into L1 the same stretches give 69 % in f32.
+ * PERF: the above is for AMD's family 0x19 (Zen 3, Zen 4). Other processors use decode_near if the
+ * kernel has it: stretches of two units, prefetched into L1. Zen 5, the same, [T][Hkv][D], gcc -O2,
+ * L2 -> near: f32 66 -> 82 %, f16 57 -> 74, bf16 59 -> 79; two threads 76 -> 94, 68 -> 89,
+ * 72 -> 86. [Hkv][T][D]: 71 -> 97, 59 -> 81, 67 -> 82; two threads 79 -> 101, 72 -> 86, 79 -> 92.
+ * The rest is misses of L1, which cannot hold the queries and sums of 8 heads beside the keys: a
+ * loop that uses those of one head for all heads is as fast as reading. */
 enum { RA__HANDFUL = 16, RA__DECODE_BYTES = 256 << 10,
        RA__DECODE_AHEAD = 16 << 10, RA__DECODE_NEAR_AHEAD = 4 << 10, RA__DECODE_CACHED = 16 << 20,
        RA__DECODE_PART = 16, RA__DECODE_SLOTS = 128 };
 
 /* One thread's state and its current task. */
 typedef struct ra__decode {
-    ra__decode_rows *few;              /* [heads][fours] */
-    int32_t *pos;                      /* [64] of a block */
+    ra__decode_rows *few;              /* [heads][fours] rows of the task, and their sums */
+    int32_t *pos;                      /* [64] key positions of the block */
     float *slot;                       /* [heads][fours] sums of the parts so far; null: one part */
-    uint8_t *gathered;                 /* rows of a stretch that is in several pages */
-    ra__paged paged;                   /* of the sequence */
-    int32_t heads;                     /* most of a task */
+    uint8_t *gathered;                 /* copies of the rows of a stretch in several pages */
+    ra__paged paged;                   /* pages of the sequence */
+    int32_t heads;                     /* most kv heads of a task */
     int32_t sequence, head, count;     /* kv heads [head, head + count) */
-    int64_t first_row, handful;        /* of this handful: other rows are counted from it; rows of
-                                        * each but the last of a sequence */
+    int64_t first_row, handful;        /* token row where the handful begins, and from which its
+                                        * rows are counted; most tokens of a handful */
     int32_t part, parts;               /* of the blocks [first, last) that some row sees */
     int64_t first, last, blocks;       /* blocks: of all keys */
-    int32_t head_rows, fours, rows, keys;  /* fours: most of a sequence; keys: of a stretch */
-    int32_t most;                      /* keys of a stretch that all rows see, unmodified */
-    int32_t step;                      /* fours of this sequence: from head to head of few */
+    int32_t head_rows, fours, rows, keys;  /* fours: most of a head; rows: tokens; keys: of a
+                                        * stretch */
+    int32_t most;                      /* keys of a stretch that all rows see, with plain scores */
+    int32_t step;                      /* fours of a kv head in this handful */
     int64_t last_row;                  /* of the keys */
-    ra__stream ahead[2];               /* over K and V, except `at` */
-    int64_t rows_ahead[2];             /* rows from those computed to those prefetched */
-    int32_t one_row;                   /* as in few, of the sequence */
-    int32_t direct;                    /* 1: few have o */
-    int32_t lean;                      /* 1: one row, and keys that caches may hold */
+    ra__stream ahead[2];               /* prefetches of K and V, without their addresses */
+    int64_t rows_ahead[2];             /* token rows from those computed to those prefetched */
+    int32_t one_row;                   /* 1: few have one_row */
+    int32_t direct;                    /* 1: few have o: the kernel may write O itself */
+    int32_t lean;                      /* 1: one head row, and keys that caches may hold */
     int32_t unit;                      /* decode_unit */
-    int32_t nears;                     /* 1: decode_near takes blocks that all rows see, ... */
-    int32_t now;                       /* ... and this one */
+    int32_t nears;                     /* 1: decode_near takes blocks that all rows see */
+    int32_t now;                       /* 1: it takes this block */
     int32_t group;                     /* query heads per kv head */
-    int32_t modifies;                  /* 1: scores of some row may be more than dot products, */
-    int32_t modified;                  /* ... and in this block some are */
+    int32_t modifies;                  /* 1: some scores may be more than dot products */
+    int32_t modified;                  /* 1: in this block some are */
     float factor;                      /* ra__q_factor */
-    int32_t row[RA__HANDFUL], member[RA__HANDFUL]; /* of head rows: row, head of group */
-    int32_t at[RA__HANDFUL];      /* position of a row, */
-    ra__sees sees[RA__HANDFUL];   /* what it sees */
+    int32_t row[RA__HANDFUL], member[RA__HANDFUL]; /* of a head row: token row, head of its group */
+    int32_t at[RA__HANDFUL];           /* of a token row: its position, */
+    ra__sees sees[RA__HANDFUL];        /* ... what it sees, */
     ra__bounds bounds[RA__HANDFUL];
-    uint64_t seen[RA__HANDFUL];   /* of a row: keys of the block */
-    ra__decode_keys stretch[RA_BLOCK_TOKENS / 4][RA__HANDFUL / RA__DECODE_ROWS]; /* of block */
+    uint64_t seen[RA__HANDFUL];        /* ... and which keys of the block */
+    ra__decode_keys stretch[RA_BLOCK_TOKENS / 4][RA__HANDFUL / RA__DECODE_ROWS]; /* of the block */
 } ra__decode;
 
-/* 1 if calls like this take the decoding form when they have few enough tokens. */
+/* 1 if a call takes the decoding form when it has few enough tokens. */
 RA__INLINE int ra__may_decode(const ra_desc *d) {
     return d->q_heads / d->kv_heads <= RA__HANDFUL && d->dropout <= 0.0f;
 }
 
-/* 1 if the tokens of a sequence are one handful. */
+/* 1 if all tokens of a sequence are one handful. */
 RA__INLINE int ra__is_handful(const ra_desc *d) {
     return d->tokens * (d->q_heads / d->kv_heads) <= RA__HANDFUL;
 }
 
-/* 1 if this call does. */
+/* 1 if the call takes the decoding form. */
 RA__INLINE int ra__decodes(const ra_desc *d) {
     return (d->form == RA_FORM_SAME || ra__is_handful(d)) && ra__may_decode(d);
 }
 
-/* Keys are summed in parts that begin at fixed blocks, 16 parts of 16 blocks, then 16 of 32, and so
- * on: the cuts show in the bits, and a row's bits depend on the row alone. */
+/* Keys are summed in parts that begin at fixed blocks: 16 parts of 16 blocks, then 16 of 32, and so
+ * on. The cuts show in the bits of a row, so they depend on nothing but the block. */
 RA__INLINE int64_t ra__part_first(int64_t part) {
     const int64_t level = part / RA__DECODE_PART, size = (int64_t)RA__DECODE_PART << level;
     return (size - RA__DECODE_PART) * RA__DECODE_PART + part % RA__DECODE_PART * size;
@@ -12475,25 +12475,25 @@ RA__INLINE int64_t ra__part_of(int64_t block) {
     return level * RA__DECODE_PART + (block / RA__DECODE_PART >> level);
 }
 
-/* Most parts of a sequence; where runs make for more blocks, they belong to the last part. */
+/* The most parts of a sequence. Runs may cut keys into more blocks, which join the last part. */
 RA__INLINE int64_t ra__decode_limit(const ra_desc *d) {
     const int64_t blocks = ra__ceil_div(ra__k_most(d), RA_BLOCK_TOKENS);
     return ra__part_of(ra__max(blocks, 1) - 1) + 1;
 }
 
-/* 1 if threads may divide the parts of a sequence among them; otherwise, as with several
- * handfuls, each takes all parts of some kv heads. Bits are the same. */
+/* 1 if threads may share the parts of a sequence. Otherwise, and with several handfuls, a thread
+ * takes all parts of some kv heads. The bits are the same. */
 RA__INLINE int ra__decode_shares(const ra_desc *d) {
     const int64_t limit = ra__decode_limit(d);
     return limit > 1 && limit <= RA__DECODE_SLOTS / d->sequences && ra__is_handful(d);
 }
 
-/* Floats of m, l and acc of a four. */
+/* Floats of a slot: m, l and acc of a four. */
 RA__INLINE int64_t ra__slot_floats(const ra_desc *d) {
     return RA__DECODE_ROWS * (2 + ra__round_up(d->v_dim, RA__DECODE_DIMS));
 }
 
-/* rows: of a four, 1 if there is only one row and the kernel knows one_row. */
+/* rows: of a four in memory, 1 if there is only one and the kernel knows one_row, otherwise 4. */
 static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, int64_t rows,
                              ra__decode *x) {
     const int64_t k = ra__round_up(d->k_dim, RA__DECODE_DIMS) * rows;
@@ -12526,19 +12526,19 @@ static int64_t ra__decode_bytes_of(const ra_desc *d, int32_t heads, int64_t rows
     return a.used;
 }
 
-/* Enough for every number of rows. */
+/* The same, enough for any number of rows. */
 static int64_t ra__decode_bytes(const ra_desc *d, int32_t heads) {
     return ra__decode_bytes_of(d, heads, RA__DECODE_ROWS);
 }
 
-/* Rows of a four of this call in memory. */
+/* How many rows of a four this call has memory for. */
 RA__INLINE int32_t ra__decode_rows_of(const ra__local *c) {
     return c->w.kernel->decode_unit == RA__DECODE_UNIT && c->d.tokens == 1 &&
                    c->d.q_heads == c->d.kv_heads ? 1 : RA__DECODE_ROWS;
 }
 
-/* Bytes of the sums of all parts of all sequences, if threads may divide parts among them. Enough
- * for every call with fewer tokens, keys or sequences. */
+/* Bytes of the slots of all parts of all sequences, if threads may share parts. Enough for every
+ * call with fewer tokens, keys or sequences. */
 static int64_t ra__decode_slots(const ra_desc *d) {
     const int64_t group = d->q_heads / d->kv_heads;
     const int64_t head_rows = ra__min(d->tokens * group, RA__HANDFUL);
@@ -12550,14 +12550,14 @@ static int64_t ra__decode_slots(const ra_desc *d) {
                         ra__ceil_div(head_rows, RA__DECODE_ROWS) * ra__slot_floats(d) * 4, 64);
 }
 
-/* kv heads of a task: as many as nth threads can share evenly. With one thread, or if threads
- * divide parts among them, at most RA__DECODE_HEADS in equal portions. */
+/* kv heads of a task: as many as nth threads can share evenly. With one thread, or if threads share
+ * parts, all kv heads are cut into equal portions of at most RA__DECODE_HEADS. */
 static int32_t ra__decode_heads(const ra_desc *d, int nth) {
     const int64_t most = ra__ceil_div(d->kv_heads, ra__ceil_div(d->kv_heads, RA__DECODE_HEADS));
     return nth == 1 || ra__decode_shares(d) ? (int32_t)most : ra__even_heads(d, most, nth);
 }
 
-/* Position of row i and what it sees. */
+/* Sets the position of token row i of the handful, and what it sees. */
 static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
     int64_t p = ra__query_position(c, x->sequence, x->first_row + i);
     int64_t end = ra__key_end(&c->d, x->sequence, c->w.any_position);
@@ -12567,7 +12567,7 @@ static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
     x->at[i] = (int32_t)p;
 }
 
-/* How scores of up to 4 head rows are modified. */
+/* Sets how the scores of up to 4 head rows from `index` on are modified. */
 static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t head, int32_t index,
                               ra__decode_rows *f) {
     memset(f->slope, 0, sizeof f->slope);
@@ -12583,8 +12583,8 @@ static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t h
     }
 }
 
-/* Queries and empty state of up to 4 head rows from `index` on, of kv head `head` of the task. With
- * one_row the kernel clears acc. */
+/* Loads the queries of up to 4 head rows from `index` on, of kv head `head` of the task, and clears
+ * their sums. With one_row the kernel clears acc. */
 RA__INLINE void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int32_t index,
                                 int one_row) {
     ra__decode_rows *f = &x->few[head * x->step + index / RA__DECODE_ROWS];
@@ -12614,17 +12614,17 @@ RA__INLINE void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head,
     }
 }
 
-/* 1 if the kernel may write O of the task: one row reads one stretch.
- * PERF: sums that keys would push out of the level 1 cache are neither cleared nor stored. Zen 5,
- * f32, 16 keys, beside a plain loop at -Ofast -march=native, with sums of one row side by side: 8
- * heads of D 64 0.91 -> 1.05 of its speed, of D 128 0.82 -> 0.99, 32 of D 128 0.90 -> 1.12. */
+/* 1 if the kernel may write O of the task: one head row, and one stretch that has all its keys.
+ * PERF: sums that keys would push out of L1 are neither cleared nor stored. Zen 5, f32, 16 keys,
+ * speed beside a plain loop at -Ofast -march=native: 8 heads of D 64 0.91 -> 1.05, of D 128
+ * 0.82 -> 0.99, 32 of D 128 0.90 -> 1.12. */
 static int ra__decode_direct(const ra__local *c, const ra__decode *x, int64_t blocks) {
     return x->one_row && x->lean && x->parts == 1 && blocks == 1 && !c->w.lse.data &&
            !(c->d.scores & RA_SCORE_SINKS) && c->d.o_dtype == RA_F32 &&
            c->d.v_dim % RA__DECODE_DIMS == 0;
 }
 
-/* Makes the kernel sum in acc after all: its heads have no `o` any more. */
+/* Takes `o` from the heads again, so that the kernel sums in acc. */
 static void ra__decode_indirect(const ra__local *c, ra__decode *x) {
     for (int32_t h = 0; h < x->count && x->direct; h++) {
         x->few[h].o = NULL;
@@ -12633,7 +12633,7 @@ static void ra__decode_indirect(const ra__local *c, ra__decode *x) {
     x->direct = 0;
 }
 
-/* O and LSE of head row `index` of a kv head of the task, from row index % RA__DECODE_ROWS of f. */
+/* Writes O and LSE of head row `index` of a kv head, which is row index % RA__DECODE_ROWS of f. */
 static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t head, int32_t index,
                              const ra__decode_rows *f) {
     const int32_t q_head = (x->head + head) * x->group + x->member[index];
@@ -12649,7 +12649,7 @@ static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t he
     if (lse) memcpy(lse, &sum, sizeof sum);
 }
 
-/* Sets which keys of a block each row sees; returns the union. pos: of the array, or null. */
+/* Sets which keys of a block each row sees; returns the union. pos: their positions, for ARRAY. */
 static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *pos) {
     uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows), any = 0;
     int64_t first, last;
@@ -12669,9 +12669,9 @@ static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *
     return any;
 }
 
-/* Removes a block from what a row sees if the bias hides it for all heads; returns the union then.
- * (All heads, because those of a task depend on the number of threads: deciding by them alone would
- * change the bits of a row with a NaN in Q.) */
+/* Makes rows see nothing of a block that the bias hides from them in all heads. Returns the union
+ * of what rows see. All heads of the call count, not only those of the task: which ones a task has
+ * depends on the number of threads, and the bits of a row with a NaN in Q would too. */
 static uint64_t ra__decode_hide(const ra__local *c, ra__decode *x, int32_t n) {
     const int32_t heads = c->w.t->bias.head_step ? c->d.q_heads : 1;
     uint64_t any = 0;
@@ -12687,8 +12687,7 @@ static uint64_t ra__decode_hide(const ra__local *c, ra__decode *x, int32_t n) {
     return any;
 }
 
-/* 1 if scores of a four and n keys of the block are more than dot products. Only a bias modifies
- * them. */
+/* 1 if the bias changes a score of a four with the n keys of the block. */
 static int32_t ra__decode_biased(const ra__decode *x, const ra__decode_rows *f, int32_t n) {
     for (int32_t r = 0; r < f->count; r++)
         if ((!r || f->score[r].bias != f->score[r - 1].bias) &&
@@ -12698,10 +12697,10 @@ static int32_t ra__decode_biased(const ra__decode *x, const ra__decode_rows *f, 
     return 0;
 }
 
-/* Sets which fours are modified in a block of n keys; 0: none.
- * PERF: masks are 0 nearly everywhere, and such blocks cost what they do without a mask. Zen 5,
- * 32/8 heads of D 128, 32768 keys, one thread, a mask of zeros: f16 9.7 -> 4.9 ms, bf16 8.9 -> 4.9
- * (4.8 without a mask). */
+/* Sets which fours have modified scores in a block of n keys; returns 0 if none has.
+ * PERF: biases that mask are 0 nearly everywhere, and such blocks cost what they do without a bias.
+ * Zen 5, 32/8 heads of D 128, 32768 keys, one thread, a mask of zeros: f16 9.7 -> 4.9 ms, bf16
+ * 8.9 -> 4.9 (4.8 without a mask). */
 static int32_t ra__decode_modified(const ra__local *c, ra__decode *x, int32_t n) {
     int32_t any = 0;
     if (!x->modifies || c->d.softcap != 0.0f || (c->d.scores & RA_SCORE_ALIBI)) return x->modifies;
@@ -12714,8 +12713,8 @@ static int32_t ra__decode_modified(const ra__local *c, ra__decode *x, int32_t n)
     return any;
 }
 
-/* Sets how four `four` sees keys [j, j + n) of the block; t->seen 0: it sees none of them. Missing
- * rows see all. */
+/* Sets how four number `four` sees keys [j, j + n) of the block; t->seen is 0 if it sees none. Rows
+ * that the four does not have count as seeing all. */
 static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra__decode_keys *t) {
     const uint32_t all = 0xffffu >> (RA__DECODE_KEYS -
                                      (t->n < RA__DECODE_KEYS ? t->n : RA__DECODE_KEYS));
@@ -12740,8 +12739,8 @@ static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra_
         t->seen |= (uint64_t)(bits[i % RA__DECODE_ROWS] >> i / RA__DECODE_ROWS & 1) << i;
 }
 
-/* Sets the streams over the rows of all heads of the task, in pieces without a gap. They are
- * RA__DECODE_AHEAD bytes ahead, rounded up to whole stretches of keys. */
+/* Sets up the streams that prefetch K and V of all heads of the task, in bands without gaps. They
+ * are RA__DECODE_AHEAD or RA__DECODE_NEAR_AHEAD bytes ahead, rounded up to whole stretches. */
 static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
     for (int i = 0; i < 2; i++) {
         const int64_t token = kv[i].token;
@@ -12756,7 +12755,7 @@ static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
     }
 }
 
-/* Points the streams a that far beyond token row `row`. */
+/* Points the streams a at the rows to prefetch while the stretch at token row `row` is computed. */
 static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view kv[2],
                              int64_t row) {
     for (int i = 0; i < 2; i++) {
@@ -12767,7 +12766,7 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
     }
 }
 
-/* Sets the addresses of n rows of K and V of a head: in their page, or gathered from several. */
+/* Points t at its n rows of K and V of a head: in their page, or gathered from several pages. */
 RA__NOINLINE void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int64_t row,
                                      int32_t head, const ra__decode *x, ra__decode_keys *t) {
     const int64_t bytes[2] = { ra__row_bytes(d->k_dtype, d->k_dim),
@@ -12791,8 +12790,8 @@ RA__NOINLINE void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int
     ra__page_copy(&x->paged, &v, row, t->n, x->gathered + RA_BLOCK_TOKENS * bytes[0], bytes[1]);
 }
 
-/* Folds the stretch of keys that begins at key `from` of a block, for all heads and fours. `row`:
- * token row of the block. */
+/* Folds the stretch that begins at key `from` of a block, for all heads and fours of the task. row:
+ * token row of the block's first key. */
 static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
                             ra__decode *x) {
     const int more = x->now || (!x->lean && row + from + x->keys < ra__k_len(&c->d, x->sequence));
@@ -12803,7 +12802,7 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
                           ra__page_holds(&x->paged, row + from, t->n)) ? x->count : 1;
     if (more) ra__decode_ahead(a, x, kv, row + from);
     for (int32_t h = 0; h < x->count; h += heads) {
-        ra__stream *streams = more ? a : NULL;             /* for one of the fours */
+        ra__stream *streams = more ? a : NULL;             /* only the first four gets them */
         for (int32_t g = 0; g < x->step; g++) {
             if (!t[g].seen) continue;
             if (x->paged.table) {
@@ -12820,13 +12819,13 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
     }
 }
 
-/* How many keys the stretches of a block have. Sets x->now: decode_near folds them. */
+/* How many keys the stretches of a block have. Sets x->now if decode_near takes them. */
 static int32_t ra__decode_keys_of(ra__decode *x, const ra__seg *s) {
     const uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows);
     const int cut = x->paged.table && !ra__page_holds(&x->paged, s->row, s->rows);
     x->now = 0;
     if (((x->modified || cut) && !x->nears) ||
-        (s->rows < RA_BLOCK_TOKENS && !x->few->one_row))  /* in any head */
+        (s->rows < RA_BLOCK_TOKENS && !x->few->one_row))
         return x->keys;
     for (int32_t i = 0; i < x->rows; i++)
         if (x->seen[i] != all) return x->keys;
@@ -12835,7 +12834,7 @@ static int32_t ra__decode_keys_of(ra__decode *x, const ra__seg *s) {
     return x->few->one_row && x->lean ? RA_BLOCK_TOKENS : x->most;
 }
 
-/* 1 if decode_near can take the heads of the task. */
+/* 1 if decode_near can take the task. */
 static int32_t ra__decode_nears(const ra__local *c, const ra__decode *x, const ra__view kv[2]) {
     const ra_desc *d = &c->d;
     const int64_t bytes[2] = { ra__row_bytes(d->k_dtype, d->k_dim),
@@ -12843,7 +12842,7 @@ static int32_t ra__decode_nears(const ra__local *c, const ra__decode *x, const r
     if (!c->w.kernel->decode_near || !ra__decodes_near() || x->lean || x->step > 1) return 0;
     if (x->head_rows == 1 && x->unit == RA__DECODE_UNIT) return 0;       /* one_row */
     if (d->k_dtype != d->v_dtype || d->k_dtype > RA_BF16) return 0;
-    for (int i = 0; i < 2; i++)        /* units of a head are not longer than stretches */
+    for (int i = 0; i < 2; i++)        /* gaps between tokens: a head per key of a unit */
         if (kv[i].token != x->count * bytes[i] && x->count < x->unit) return 0;
     return d->k_dim % RA__DECODE_NEAR == 0 && d->v_dim % RA__DECODE_NEAR == 0;
 }
@@ -12875,7 +12874,7 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     x->keys = keys;
 }
 
-/* Sets the rows of a handful of x->sequence, and the parts of the blocks of keys that they see. */
+/* Sets the rows of a handful of x->sequence, and the blocks and parts of the keys that they see. */
 static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     const int64_t tokens = ra__k_len(&c->d, x->sequence), limit = ra__decode_limit(&c->d);
     int64_t first, last;
@@ -12911,13 +12910,13 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
                              ra__min(ra__part_of(x->first), limit - 1));
 }
 
-/* Bytes of the sums of a four. */
+/* Bytes of acc of a four. */
 RA__INLINE size_t ra__slot_sums(const ra__decode_rows *f) {
     const int64_t dims = ra__round_up(f->d->v_dim, RA__DECODE_DIMS);
     return (size_t)(f->one_row ? dims : RA__DECODE_ROWS * dims) * sizeof(float);
 }
 
-/* Loads the sums of a four from a slot, and stores them there. */
+/* Copies the sums of a four from a slot, and back. */
 static void ra__slot_load(ra__decode_rows *f, const float *slot) {
     memcpy(f->l, slot + RA__DECODE_ROWS, sizeof f->l);
     for (int32_t i = 0; i < 16; i++) f->m[i] = slot[i % RA__DECODE_ROWS];
@@ -12929,16 +12928,16 @@ static void ra__slot_save(const ra__decode_rows *f, float *slot) {
     memcpy(slot + 2 * RA__DECODE_ROWS, f->acc, ra__slot_sums(f));
 }
 
-/* Slot of a part, kv head and four among those of all threads. */
+/* The slot of a part, kv head and four among those of all threads. */
 static float *ra__slot_at(const ra__local *c, const ra__decode *x, float *slots, int32_t part,
                           int32_t head, int32_t four) {
     int64_t at = x->sequence * ra__decode_limit(&c->d) + part;
     return slots + ((at * c->d.kv_heads + head) * x->fours + four) * ra__slot_floats(&c->d);
 }
 
-/* Ends a part. If it is the only one or the last, its sums become O. Otherwise they are stored in a
- * slot: one of those that all threads read or, if slots is null, the thread's own, which then has
- * the sums of all parts so far. */
+/* Ends a part. If it is the only one, its sums become O. Otherwise they are stored: in the slots
+ * that all threads read or, if slots is null, in the thread's own, which has the sums of all parts
+ * so far; after the last part these become O. */
 static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
     const int last = x->parts == 1 || (!slots && x->part + 1 == x->parts);
     if (x->direct && !x->few->o) return;
@@ -12956,7 +12955,7 @@ static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
     }
 }
 
-/* First block of a part, counting from the first that has a key that some row sees. */
+/* First block of a part; for x->parts, the end. Part 0 is the first of which a row sees a key. */
 static int64_t ra__decode_cut(const ra__local *c, const ra__decode *x, int32_t part) {
     if (part == 0) return x->first;
     if (part == x->parts) return x->last;
@@ -13007,7 +13006,7 @@ static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
     }
 }
 
-/* Goes through the tasks of a handful: see ra__decode_tasks. index: blocks of those before it. */
+/* Goes through the tasks of a handful: see ra__decode_tasks. index: blocks of the tasks before. */
 static int64_t ra__decode_handful(const ra__local *c, ra__decode *x, float *slots, int64_t from,
                                 int64_t to, int64_t index) {
     ra__decode_begin(c, x);
@@ -13026,7 +13025,7 @@ static int64_t ra__decode_handful(const ra__local *c, ra__decode *x, float *slot
 }
 
 /* Goes through the tasks of all sequences and runs those whose first block, counted over all tasks,
- * is in [from, to). Returns the number of blocks. */
+ * is in [from, to). Returns the number of blocks of all tasks. */
 static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots, int64_t from,
                                 int64_t to) {
     int64_t index = 0;
@@ -13037,8 +13036,8 @@ static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots,
     return index;
 }
 
-/* Counts a thread that has finished; 1 for the last of nth. *done need not be cleared: a value
- * without the mark counts as 0. After the last thread it counts from 0 again. */
+/* Counts a thread that has finished. Returns 1 for the last of nth; then the count is 0 again.
+ * *done need not be cleared: a value without the mark counts as 0. */
 static int ra__decode_last(int64_t *done, int nth) {
     const int64_t mark = (int64_t)0x52a77e9d31 << 24, most = ((int64_t)1 << 24) - 1;
     for (;;) {
@@ -13048,7 +13047,7 @@ static int ra__decode_last(int64_t *done, int nth) {
     }
 }
 
-/* All tasks of a thread. shared: of several threads, a counter in 64 bytes and slots. */
+/* All tasks of a thread. shared: with several threads, a counter in 64 bytes, then the slots. */
 static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, uint8_t *shared,
                            ra__thread who) {
     const int64_t row = ra__row_bytes(c->d.k_dtype, c->d.k_dim) +
