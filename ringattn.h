@@ -13377,7 +13377,7 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
 
 /* ========================================================================== LOCAL BACKWARD
  * Gradients on one rank. In: the tensors of a call, dO, and O and LSE of its forward pass. Out: dQ,
- * dK, dV, or sums of them in arrays of the caller's.
+ * dK and dV, or f32 sums of them in the caller's arrays.
  * Work is divided into the KV heads of all sequences, and a thread computes whole heads. Those left
  * over when their number is not a multiple of nth may be cut into pieces: dQ of some query blocks,
  * or dK and dV of some blocks of keys. Each piece computes S and dP again (7 matrix products
@@ -13441,7 +13441,7 @@ static void ra__back_run_piece(const ra__back_local *l, ra__back_slice *p, ra__b
 }
 
 /* The work of a thread: whole heads, then pieces of those left over (cut if that is faster than
- * leaving threads idle), then sinks by head. */
+ * leaving threads idle), then the sinks of some heads. */
 static void ra__back_run(const ra__back_local *l, uint8_t *memory, ra__thread who) {
     const ra_desc *d = &l->c.d;
     const int64_t heads = (int64_t)d->sequences * d->kv_heads, rest = heads % who.nth;
@@ -13527,7 +13527,7 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
     }
 }
 
-/* Points *memory at the part of thread ith, or refuses. */
+/* Points *memory at the memory of thread ith, or refuses. */
 static ra_status ra__back_workspace(const ra_desc *d, void *workspace, size_t bytes,
                                     ra__thread who, uint8_t **memory) {
     const int64_t need = ra__back_bytes(d);
