@@ -12057,15 +12057,16 @@ static int ra__back_sink_some(const ra__back *b, int32_t head, ra__back_scratch 
 }
 
 /* ========================================================================== LOCAL
- * One call on one rank: its checks, and attention by tasks that the threads (ith of nth) share. In:
- * a descriptor and tensors. Out: O and LSE. No plan, no ring, no allocation. */
+  * One call on one rank: its checks, and attention by tasks that the threads (ith of nth) share.
+  * In: a descriptor and tensors. Out: O and LSE. It needs neither plan nor ring and allocates
+  * nothing. */
 
 /* A call on one rank as one thread sees it. */
 typedef struct ra__local {
     ra_desc d;
     ra__work w;
     ra__side k_side;
-    ra__cursor q_cursor, k_cursor;     /* of sides that are runs */
+    ra__cursor q_cursor, k_cursor;     /* of q_side and k_side, with runs */
     ra__view kv[2];
     int64_t rows[2];                   /* query rows, key rows of a tensor per sequence */
     int32_t is_short;                  /* 1: rows of panels are head rows: see ra__may_be_short */
@@ -12141,8 +12142,8 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     return s;
 }
 
-/* Few tokens fill no panel. If several query heads read a kv head, and their scores depend on the
- * head by nothing but a bias, the rows of a panel are then (token, head) pairs: a short call. */
+/* A short call has too few tokens to fill a panel. If several query heads read a kv head, and their
+ * scores differ by no more than a bias, the panels have the head rows of all of them. */
 RA__INLINE int ra__may_be_short(const ra_desc *d) {
     return d->q_heads > d->kv_heads && d->dropout <= 0.0f &&
            !(d->scores & RA_SCORE_ALIBI);
@@ -12152,7 +12153,7 @@ RA__INLINE int ra__is_short(const ra_desc *d) {
     return d->tokens < RA_BLOCK_TOKENS && ra__may_be_short(d);
 }
 
-/* Memory in which a short call gathers the rows of a panel, of Q or of O. */
+/* Bytes in which a short call gathers the rows of a panel, of Q or of O. */
 static int64_t ra__short_bytes(const ra_desc *d) {
     return RA_BLOCK_TOKENS * ra__max(ra__row_bytes(d->q_dtype, d->k_dim),
                                      ra__row_bytes(d->o_dtype, d->v_dim));
@@ -12178,7 +12179,7 @@ static void ra__short_bias(const ra_bias *bias, int32_t group, int64_t first, ra
     p->score.bias_row_stride = 1;
 }
 
-/* Loads panel i of a task: 64 head rows, of which some may be missing at the end. */
+/* Loads panel i of a task: 64 head rows, or fewer in the last panel. */
 static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x, int32_t i,
                            uint8_t *gather) {
     const ra_desc *d = &c->d;
@@ -12245,15 +12246,15 @@ typedef struct ra__thread { int ith, nth; } ra__thread;
 static const ra__thread ra__alone = { 0, 1 };
 
 /* -------------------------------------------------------------------------- tasks */
-/* A walk over the tasks of one thread. It may stop after any block of keys and go on in another
- * thread. */
+/* A walk over the tasks of one thread. It may stop after any block of keys, and another thread may
+ * continue it. */
 typedef struct ra__local_walk {
     ra__scratch x;                     /* x.next: the task after this one */
     ra__task t;                        /* the current task; count 0: all are done */
     ra__item item;                     /* all keys of its sequence */
     uint8_t *gather;                   /* short calls: see ra__short_bytes */
-    int64_t passed, index;             /* tasks dealt so far: of all; of `sequence` */
-    int32_t sequence, panels, heads;   /* panels per kv head of a task, and its kv heads, at most */
+    int64_t passed, index;             /* tasks dealt so far: in all; of `sequence` */
+    int32_t sequence, panels, heads;   /* of a task at most: panels per kv head, kv heads */
     ra__thread who;
     int32_t loaded;                    /* 1: the current task is loaded */
 } ra__local_walk;
@@ -12281,8 +12282,8 @@ static void ra__local_save(const ra__local *c, ra__local_walk *w) {
     w->loaded = 0;
 }
 
-/* The number n of kv heads per task, 1 to `most`, with which nth threads share the (sequence, kv
- * head) pairs most evenly; of equal ones the largest. 1 if `most` is 0. */
+/* How many kv heads a task should have, 1 to `most`, so that the busiest of nth threads has as few
+ * heads as possible; of equal numbers the largest. 1 if `most` is 0. */
 static int32_t ra__even_heads(const ra_desc *d, int64_t most, int nth) {
     int64_t least = INT64_MAX;
     int32_t best = 1;
@@ -12294,11 +12295,11 @@ static int32_t ra__even_heads(const ra_desc *d, int64_t most, int nth) {
     return best;
 }
 
-/* kv heads per task of a short call, with at most `panels` panels together. There is one unless the
+/* kv heads per task of a short call, whose panels may be at most `panels` in all. One, unless the
  * heads of a token are adjacent and the kernel folds one block per call.
- * PERF: memory is read in the order of its addresses. Zen 4, 8 tokens, 32/8 heads of D 128, 32768
- * keys, one thread, one head -> 8: bf16 38.6 -> 26.9 ms, f16 61 -> 50, f32 61 -> 55; 16 tokens:
- * 62 -> 47, 106 -> 88, 98 -> 90. */
+ * PERF: with several, memory is read in the order of its addresses. Zen 4, 8 tokens, 32/8 heads of
+ * D 128, 32768 keys, one thread, one head -> 8: bf16 38.6 -> 26.9 ms, f16 61 -> 50, f32 61 -> 55;
+ * 16 tokens: 62 -> 47, 106 -> 88, 98 -> 90. */
 static int32_t ra__local_heads(const ra__local *c, int32_t panels, int32_t batch, int nth) {
     int64_t all = 1;
     if (!c->is_short || batch > 1 || !ra__local_beside(c)) return 1;
@@ -12306,7 +12307,7 @@ static int32_t ra__local_heads(const ra__local *c, int32_t panels, int32_t batch
     return ra__even_heads(&c->d, ra__min(c->d.kv_heads, panels / all), nth);
 }
 
-/* Panels of a task, at most `panels`: fewer if threads would otherwise have no work. */
+/* Panels per task, at most `panels`: fewer if threads would otherwise have no work. */
 static int32_t ra__local_panels(const ra__local *c, int32_t panels, int nth) {
     for (; nth > 1 && panels > 1; panels /= 2) {
         int64_t tasks = 0;
@@ -12317,8 +12318,8 @@ static int32_t ra__local_panels(const ra__local *c, int32_t panels, int nth) {
     return panels;
 }
 
-/* 1 if item `index` of a list is dealt to thread ith. turns: threads are counted forwards and
- * backwards in turn, because causal rows cost more towards the end. */
+/* 1 if entry `index` of a list is dealt to the thread. turns: every second round goes through the
+ * threads backwards, because causal rows cost more towards the end. */
 static int ra__deals_to(ra__thread who, int64_t index, int turns) {
     const int64_t place = index % who.nth;
     return (turns && index / who.nth % 2 ? who.nth - 1 - place : place) == who.ith;
@@ -12342,7 +12343,7 @@ static ra__task ra__local_next(const ra__local *c, ra__local_walk *w) {
     return none;
 }
 
-/* Begins a walk. panels: of a task, for which there is memory. */
+/* Begins a walk. panels: how many per task there is memory for. */
 static void ra__local_begin(const ra__local *c, int32_t panels, uint8_t *memory, ra__thread who,
                             ra__local_walk *w) {
     ra__arena a = { memory, 0 };
