@@ -11418,22 +11418,25 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
 }
 
 /* ========================================================================== BACKWARD
- * Computes: gradients of some query rows and of the keys of one chunk, from O's gradient and the
- * global LSE. In: the call's tensors and where the keys are. Out: f32 sums of dQ, dK and dV, which
- * start at 0 and are handed to the caller once. Nothing of size Tq x Tk is stored: P is computed
- * again from Q, K and LSE, tile by tile (FlashAttention-2, arXiv 2307.08691, section 3.2).
- *
- * The order of sums is fixed, so that bits depend neither on ranks nor threads nor chunks. A unit
- * is a block of the grid, or with zigzag the pair of blocks {k, n - 1 - k}, front first. The dQ of
- * a row sums blocks of keys in the row's forward order. The dK and dV of a block of keys sum query
- * blocks by unit, all heads of the group for each: first their own unit and those after it
- * (RA__AFTER), then those before it (RA__BEFORE), ascending in both. In a ring the sums of a chunk
- * start at its owner with RA__AFTER, travel, and return to the owner for RA__BEFORE. Loops go over
- * query blocks, ascending, and inside over key blocks in forward's order.
- *
- * With RA_TRAVEL_Q the roles are exchanged: dK and dV sum query blocks from the first to the last,
- * and dQ sums keys by unit, from the row's own unit on and then those before it. So RA__AFTER is
- * query units up to the key's. If queries and keys are not the same positions all is RA__AFTER. */
+  * Gradients of some query rows and of the keys of one chunk, from the gradient of O and the LSE
+  * over all keys. In: the call's tensors, and where the keys are. Out: f32 sums of dQ, dK and dV,
+  * which start at 0 and are handed to the caller once. Nothing of size Tq x Tk is stored: P is
+  * computed again from Q, K and LSE, tile by tile (FlashAttention-2, arXiv 2307.08691, section
+  * 3.2).
+  *
+  * The order of sums is fixed, so bits depend on neither ranks, threads nor chunks. A unit is a
+  * block of the grid, or with zigzag the mirrored blocks k and n - 1 - k, front first. The dQ of a
+  * row sums blocks of keys in the row's forward order. The dK and dV of a block of keys sum query
+  * blocks by unit, with all heads of the group for each: first their own unit and those after it
+  * (RA__AFTER), then those before it (RA__BEFORE), both ascending. In a ring the sums of a chunk
+  * start at its owner with RA__AFTER, travel, and return to the owner for RA__BEFORE. The outer
+  * loop goes over query blocks, ascending, and the inner one over blocks of keys in the order of
+  * forward.
+  *
+  * With RA_TRAVEL_Q the roles are exchanged: dK and dV sum query blocks from the first to the last,
+  * and dQ sums keys by unit, from the row's own unit on and then those before it. RA__AFTER then
+  * means query units up to the key's. If queries and keys have different positions, all tiles are
+  * RA__AFTER. */
 
 /* Tiles whose query unit is not below the key's, and the others. */
 enum { RA__AFTER = 1, RA__BEFORE = 2, RA__BOTH = 3 };
@@ -11449,19 +11452,19 @@ typedef struct ra__back {
     const float *delta;                /* [B][rows][Hq], strides of m and l in w; null: computed
                                         * from O and dO when a panel is loaded */
     int32_t square;                    /* 1: queries and keys are the same positions of the grid */
-    const ra__chunk *rows;             /* RA_TRAVEL_Q: the query rows of the views; null: the
-                                        * side's */
-    const ra__bounds *stripe;          /* [stripes] what each `stripe_blocks` query blocks of a
-                                        * sequence see together, by unit; null: not known */
+    const ra__chunk *rows;             /* RA_TRAVEL_Q: the query rows that the views have; null:
+                                        * those of w->q_side */
+    const ra__bounds *stripe;          /* [stripes] of a sequence, `stripe_blocks` query blocks by
+                                        * unit each: what their rows see; null: not known */
     int64_t stripe_blocks, stripes;
 } ra__back;
 
-/* Where the sums of one task are, f32, strides in bytes; data null: not wanted. */
+/* Where the f32 sums of one task are, with strides in bytes; data null: not requested. */
 typedef struct ra__grads {
     ra__view dq;                       /* row 0 and first head of the group; token, head strides */
     ra__view dk[2], dv[2];             /* first row of each segment of the item, this kv head.
                                         * v_in_k: dv are columns of dk */
-    int32_t edge;                      /* RA__FIRST: dQ starts at 0, dq is not read; RA__LAST: it
+    int32_t edge;                      /* RA__FIRST: dQ starts at 0, dq is not read; RA__LAST: dQ
                                         * goes to the caller's d_q, dq is not written */
     int32_t bias;                      /* 1: add to the caller's d_bias */
 } ra__grads;
@@ -11474,8 +11477,9 @@ typedef struct ra__back_slice {
     int32_t want_q, want_k, part, parts;
 } ra__back_slice;
 
-/* Points g at the sums of a chunk's keys, of one head, in arrays of all the shard's rows:
- * sums[0] of dK, sums[1] of dV, data null if they are not wanted. Under v_in_k dV is part of dK. */
+/* Points g at the sums of a chunk's keys, of one head, in arrays with all rows of the shard:
+ * sums[0] of dK, sums[1] of dV; data is null if they are not requested. Under v_in_k dV is part of
+ * dK. */
 static void ra__grads_at(const ra_desc *d, const ra__chunk *c, const ra__view sums[2],
                          int32_t head, ra__grads *g) {
     ra__view dk = sums[0], dv = sums[1];
@@ -11504,7 +11508,7 @@ static void ra__item_cut(ra__item *item, ra__grads *g, int64_t from, int64_t to)
     }
 }
 
-/* Part `part` of `parts` of an item's blocks of keys. */
+/* Cuts an item down to part `part` of `parts` of its blocks of keys. */
 static void ra__item_part(ra__item *item, ra__grads *g, int32_t part, int32_t parts) {
     int64_t units = ra__chunk_units(&item->c);
     ra__item_cut(item, g, ra__part(units, parts, part), ra__part(units, parts, part + 1));
@@ -11530,8 +11534,8 @@ static void ra__slice_keys(const ra__work *w, const ra__back_slice *s, const ra_
     if (!s->want_q) ra__item_part(item, g, s->part, s->parts);
 }
 
-/* 1 if a slice adds to the gradient of the bias: if that is one sum per key the slices with dK do,
- * otherwise those with dQ. */
+/* 1 if a slice adds to the gradient of the bias. If that has one sum per key, the slices with dK
+ * add to it, otherwise those with dQ. */
 static int32_t ra__slice_adds_bias(const ra__work *w, const ra__back_slice *s) {
     return w->t->d_bias.row_step == 0 ? s->want_k : s->want_q;
 }
@@ -11549,9 +11553,9 @@ typedef struct ra__back_scratch {
     ra__back_job job[RA__BACK_PANELS];
     ra__prefetch_list ahead;
     int32_t next_panels, prefetched;   /* panels of the next batch; how many are prefetched */
-    ra__key_scratch store;             /* [most]: of block i, or of one that is not kept */
+    ra__key_scratch store;             /* [most] blocks; the last one is not kept */
     ra__bytes size;
-    ra__prepared *prepared;                  /* [most] */
+    ra__prepared *prepared;            /* [most] */
     int64_t most;
     int32_t *pos;
     int32_t panels;                    /* as many as the kernel takes at a time */
@@ -11563,12 +11567,12 @@ typedef struct ra__back_scratch {
     int32_t loaded, any_tile;          /* 1: the batch is loaded; it has tiles to compute */
     int64_t left;                      /* work that this step may still do, see RA__TILE_WORK */
     ra__between between;
-    double sum;                        /* of a sink's gradient, up to this query block: */
+    double sum;                        /* of a sink's gradient, over the blocks before: */
     int64_t sum_block;
     int32_t sum_sequence;
 } ra__back_scratch;
 
-/* Up to `blocks` blocks of keys are kept prepared, for tasks of several batches of panels. */
+/* blocks: how many blocks of keys may be kept prepared for further batches of a task's panels. */
 static void ra__back_carve(ra__arena *a, const ra_desc *d, int64_t blocks, ra__back_scratch *x) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float), tile = lane * RA_BLOCK_TOKENS;
     const int64_t k_dim = ra__round_up(d->k_dim, 32); /* as AMX pads */
@@ -11636,15 +11640,15 @@ static ra__source ra__source_at(ra__view v, int32_t b, int64_t row, int64_t head
     return s;
 }
 
-/* 1: weights can be computed again from this LSE: half an ulp of it, and half an ulp of it times
- * log2(e), change them by a factor of at most e. With larger scores, such as those of a row in
- * which -1e9 masks every key, the number of keys is lost in rounding. */
+/* 1 if weights can be computed again from this LSE: the rounding of it, and of its product with
+ * log2(e), changes them by a factor of at most e. Beyond that, as in a row where a bias of -1e9
+ * masks every key, the sum over the keys is lost in rounding. */
 RA__INLINE int ra__lse_serves(float lse) {
     return !(lse <= -8388608.0f) && !(lse >= 8388608.0f && lse <= 3.40282347e38f);
 }
 
-/* Sets the LSE in base 2 and delta of a panel's rows. LSE +inf gives weights 0: for rows without
- * keys, and for those whose LSE does not serve. */
+/* Sets the LSE in base 2 and delta of a panel's rows. An LSE of +inf makes weights 0: in rows
+ * without keys, and where ra__lse_serves is 0. */
 static void ra__back_stats(const ra__back *b, const ra__task *t, ra__back_scratch *x, int32_t i) {
     const ra__work *w = b->w;
     const ra__panel *p = &x->panel[i].fwd;
@@ -11664,7 +11668,7 @@ static void ra__back_stats(const ra__back *b, const ra__task *t, ra__back_scratc
     }
 }
 
-/* The caller's gradient of the bias for panel i. */
+/* Points panel i at the caller's gradient of the bias. */
 static void ra__back_bias(const ra__back *b, const ra__task *t, ra__back_scratch *x, int32_t i,
                           int wanted) {
     const ra_bias_out *bias = &b->w->t->d_bias;
@@ -11705,7 +11709,7 @@ RA__INLINE ra__view ra__back_dq(const ra__task *t, const ra__back *b, const ra__
     return ra__view_at(g->dq, 0, x->seg[i].row, x->head[i] - t->kv_head * group);
 }
 
-/* Loads Q, dO, LSE, delta and sums of the panels of a batch; `used` 0: only the sums. */
+/* Loads Q, dO, LSE, delta and the sums of dQ of a batch of panels; used 0: only the sums. */
 static void ra__back_load(const ra__back *b, const ra__task *t, const ra__grads *g, int used,
                           ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
@@ -11727,7 +11731,7 @@ static void ra__back_load(const ra__back *b, const ra__task *t, const ra__grads 
     }
 }
 
-/* Stores the sums of dQ; after the last chunk hands them to the caller. */
+/* Stores the sums of dQ; after the last chunk they go to the caller's d_q instead. */
 static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads *g,
                           ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
@@ -11738,7 +11742,7 @@ static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads 
             b->kernel->store_acc(p, ra__view_floats(dq), dq.token / 4, d->k_dim);
             continue;
         }
-        b->kernel->store_acc(p, p->q, d->k_dim, d->k_dim); /* Q is not needed any more */
+        b->kernel->store_acc(p, p->q, d->k_dim, d->k_dim); /* Q is no longer needed */
         dq = ra__view_at(b->d_q, t->sequence, x->seg[i].row, x->head[i]);
         for (int32_t r = 0; r < p->rows; r++)
             b->kernel->put_grad(ra__view_out(ra__view_at(dq, 0, r, 0)),
@@ -11746,9 +11750,9 @@ static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads 
     }
 }
 
-/* Classifies a block of keys for each panel of a batch, in the phases of x->phase; tiles of the
- * other phase are made empty and not counted. Returns RA__PARTIAL if any tile is that, otherwise
- * RA__FULL or RA__EMPTY. */
+/* Classifies the tiles of a block of keys and each panel of a batch. Those of a phase that is not
+ * in x->phase count as empty and are not tallied. Returns RA__PARTIAL if a tile is partial,
+ * otherwise RA__FULL if one is full, otherwise RA__EMPTY. */
 static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s,
                           const int32_t *pos, ra__back_scratch *x) {
     int64_t first, last;
@@ -11770,10 +11774,11 @@ static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s
     return partial ? RA__PARTIAL : any ? RA__FULL : RA__EMPTY;
 }
 
-/* Brings block i of a task's keys to the kernel's form. If there is room it is kept for the next
- * batches of panels. Returns the memory of K.
- * PERF: where heads alternate, the rows of one are far apart and slow to read again for each batch.
- * Zen 5, bf16, 4096 tokens of 8 heads, D 64: 82 -> 83 %, D 128: 81 -> 84 % of the peak. */
+/* Brings block i of a task's keys to the kernel's form, and keeps it for further batches of panels
+ * if there is room. Returns the memory of K.
+ * PERF: where heads alternate in memory, the rows of one are far apart and slow to read for each
+ * batch. Zen 5, bf16, 4096 tokens of 8 heads, share of the peak: D 64 82 -> 83 %, D 128 81 -> 84.
+ * */
 static const void *ra__back_prepare(const ra__back *b, ra__back_scratch *x, int64_t i,
                                     ra__keys *keys, int partial) {
     const int64_t at = ra__min(i, x->most - 1), kept = i < x->most - 1;
@@ -11791,8 +11796,8 @@ static const void *ra__back_prepare(const ra__back *b, ra__back_scratch *x, int6
     return store.k;
 }
 
-/* Lists what to prefetch: the keys of block i and, in the last blocks of a batch, one panel of the
- * next batch each. */
+/* Lists what to prefetch: the keys of block i and, with each of the last blocks of a batch, one
+ * panel of the next batch. */
 static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item *item, int64_t i,
                            ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
@@ -11840,7 +11845,7 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
     a->step = (int32_t)ra__ceil_div(rows, 16 * t->count);
 }
 
-/* Folds block i of the keys and the panels of a batch. */
+/* Adds block i of the keys to the sums, for all panels of a batch. */
 static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item *item, int64_t i,
                            const ra__grads *g, ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
@@ -11885,8 +11890,8 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     }
 }
 
-/* 1: some tile of a batch and the item's chunk is to be computed in this phase. 0: none is, and
- * those of the phase are counted. */
+/* 1 if a batch and the item's chunk have a tile in this phase that is not empty. If not, the tiles
+ * of the phase are counted. */
 static int ra__back_any(const ra__back *b, const ra__task *t, const ra__item *item,
                         ra__back_scratch *x) {
     ra__tally before = x->tally;
@@ -11924,8 +11929,8 @@ static int64_t ra__back_blind(const ra__back *b, const ra__task *t, const ra__it
     return ra__min(at, end) - t->panel0 - x->done;
 }
 
-/* Chooses and loads the next batch of panels; 0: it has nothing to compute, load or store. If a
- * stripe sees nothing of the chunk all its tiles are counted with RA__AFTER. */
+/* Chooses and loads the next batch of panels; 0: it has nothing to compute, load or store. Where a
+ * stripe sees nothing of the chunk, RA__AFTER counts all its tiles. */
 static int ra__back_open(const ra__back *b, const ra__task *t, const ra__item *item,
                          const ra__grads *g, ra__back_scratch *x) {
     const int edge = g->edge && g->dq.data;
@@ -11948,16 +11953,16 @@ static int ra__back_open(const ra__back *b, const ra__task *t, const ra__item *i
     return 1;
 }
 
-/* Begins a task and a chunk: no block is prepared, no panel done. */
+/* Begins a task with a chunk: no block is prepared, no panel is done. */
 static void ra__back_begin(ra__back_scratch *x) {
     for (int64_t i = 0; i < x->most; i++) x->prepared[i].keys.n = 0;
     x->done = 0;
     x->loaded = 0;
 }
 
-/* Computes the tiles of a task (of any number of panels) and one chunk, in the phases of x->phase,
- * from where the last call stopped until x->left is used up. Panel i is query block i / group by
- * unit, head i % group. 1: all are done. */
+/* Computes the tiles of a task (of any number of panels) with one chunk, in the phases of x->phase.
+ * Continues where the last call stopped, until x->left is used up; 1: all are done. Panel i is
+ * query block i / group by unit, head i % group. */
 static int ra__back_some(const ra__back *b, const ra__task *t, const ra__item *item,
                          const ra__grads *g, ra__back_scratch *x) {
     int64_t blocks = ra__chunk_blocks(&item->c);
@@ -11975,7 +11980,7 @@ static int ra__back_some(const ra__back *b, const ra__task *t, const ra__item *i
     return x->done >= t->count;
 }
 
-/* All of that in one call. */
+/* The same in one call. */
 static void ra__back_task(const ra__back *b, const ra__task *t, const ra__item *item,
                           const ra__grads *g, ra__back_scratch *x) {
     ra__back_begin(x);
@@ -12030,9 +12035,9 @@ static double ra__back_sink_block(const ra__back *b, int32_t head, const ra__tas
     return sum;
 }
 
-/* Gradient of the sinks of one head: - sum over rows of exp(sink - LSE) delta, of this rank's rows,
- * sequence by sequence, added once. Goes on where the last call stopped, until x->left is used up;
- * 1: done. */
+/* Gradient of the sink of one head: - sum over this rank's rows of exp(sink - LSE) delta, sequence
+ * by sequence, added to d_sinks once. Continues where the last call stopped, until x->left is used
+ * up; 1: done. */
 static int ra__back_sink_some(const ra__back *b, int32_t head, ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
     uint32_t mode = ra__fp_enter();
