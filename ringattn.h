@@ -13619,7 +13619,7 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
 
 /* ========================================================================== SCHEDULE
  * Chunks, their order, and how far each travels. In: a resolved descriptor. Out: one list of chunks
- * in the order in which every row folds them and every link carries them (other than in rounds, see
+ * in the order in which every row folds them and every link carries them (except in rounds, see
  * below), and for one rank the sublists of what it folds, receives and sends.
  *
  * Order. RA_ORDER_DESCENDING goes sequence by sequence, with owners and chunks descending. It
@@ -13634,17 +13634,17 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
  * ra__tour_steps constructs such a run: it gives every message a step, and whatever a message waits
  * for has an earlier step.
  *
- * Rounds. With RA_ORDER_ROUNDS each rank goes through the list of a forward pass in an order of its
- * own. Round i of a sequence is chunk i of every shard. A rank folds its own chunk, then that of
- * the rank before it in the direction of travel, and so on around the ring, and it sends in the
- * same order. All links are busy from the start, and own keys are folded while others come.
+ * Rounds. With RA_ORDER_ROUNDS each rank goes through the list of a forward pass in its own order.
+ * Round i of a sequence is chunk i of every shard. A rank folds its own chunk, then that of the
+ * rank before it in the direction of travel, and so on around the ring, and it sends in the same
+ * order. All links are busy from the start, and own keys are folded while others arrive.
  *
- * That cannot deadlock with two buffers or more. Sort all messages by round, then by hops from the
- * owner: each link carries them in this order. A message needs a buffer. The chunk that was in it
- * must have been folded, which waits for earlier messages of the same link only, and sent on. With
- * two buffers at least one message came on this link in between. It has more hops than that chunk
- * had, or belongs to a later round, so sending the chunk on, with one hop more, comes no later than
- * it. So a message waits for earlier ones only.
+ * Rounds cannot deadlock with two buffers or more. Sort all messages by round, then by hops from
+ * the owner. Each link carries them in this order, and a message waits only for earlier ones: it
+ * needs a buffer, so the chunk that was in it must be folded and sent on. Folding waits only for
+ * earlier messages of the same link. With two buffers, another message came on this link between
+ * that chunk and this message. It has more hops than the chunk had, or is of a later round; so the
+ * chunk, sent on with one hop more, is no later than it and earlier than this message.
  *
  * Time. With two buffers or more a forward pass of C chunks on P ranks takes less than C +
  * (sequences + 1) P steps, for every mask and layout. Going up, chunk c of the list may leave its
@@ -13660,8 +13660,8 @@ enum { RA__SERIES_KEYS = 4096 };       /* keys after which the state of a task i
 
 /* Backward. The gradient of a chunk travels with the chunk. It starts at zero on the owner. The
  * owner adds its query rows whose unit is not below the key's (RA__AFTER; a unit is a block, or
- * with zigzag a mirrored pair of blocks). Then the chunk visits the ranks above, up to the last one
- * that needs it, and its gradient returns to the owner, directly or on around the ring. There the
+ * with zigzag two mirrored blocks). Then the chunk visits the ranks above, up to the last one that
+ * needs it, and its gradient returns to the owner, directly or on around the ring. There the
  * owner adds its rows below (RA__BEFORE). So dK and dV of a key sum query units upwards from its
  * own, cyclically, and dQ sums keys as forward does, in the same way for any number of ranks.
  * RA_ORDER_DESCENDING has no rows below, and layouts without units do everything at the first
@@ -13791,7 +13791,7 @@ struct ra_plan {
     ra_plan_report report;             /* of d.rank */
 };
 
-/* The rank `steps` above another, and how many steps one is above another; cyclic. */
+/* The rank `steps` above another, and how many steps `to` is above `from`; both cyclic. */
 RA__INLINE int32_t ra__rank_up(const ra_plan *p, int32_t rank, int32_t steps) {
     int32_t n = rank + steps;
     return n < 0 ? n + p->d.ranks : n >= p->d.ranks ? n - p->d.ranks : n;
@@ -13810,7 +13810,7 @@ RA__INLINE const ra__travel *ra__back_travel(const ra_plan *p) {
     return p->d.backward_travel == RA_TRAVEL_Q ? &p->queries : &p->keys;
 }
 
-/* 1: the rank needs segment i of chunk c; it needs any segment. */
+/* 1 if the rank needs segment i of chunk c; below, if it needs any segment. */
 RA__INLINE int ra__need_seg(const ra__travel *t, int64_t c, int32_t i, int32_t rank) {
     int64_t bit = 2 * c + i;
     return (t->need[rank * t->need_row + bit / 8] >> (bit % 8)) & 1;
@@ -13955,7 +13955,7 @@ RA__INLINE int32_t ra__back_to(const ra_plan *p, const ra__chunk *c, int32_t ran
     return returned ? c->owner : ra__rank_up(p, rank, p->back.direction);
 }
 
-/* The parts of a chunk in a plan that have one run of positions each: its segments or its runs. */
+/* The pieces of a chunk in a plan that have one run of positions each: its segments or its runs. */
 RA__INLINE int32_t ra__chunk_pieces(const ra__chunk *c) {
     return c->list.run ? (int32_t)c->list.count : c->segs;
 }
@@ -13963,8 +13963,8 @@ static ra__seg ra__chunk_piece(const ra__chunk *c, int32_t i) {
     return c->list.run ? ra__chunk_run(c, i) : c->seg[i];
 }
 
-/* Writes the chunks of a list of runs, cut between blocks so that they have nearly equally many
- * rows; returns how many. */
+/* Writes the chunks of a list of runs, cut between blocks, with about equally many rows each;
+ * returns how many. */
 static int64_t ra__chunk_runs(const ra__side *side, int32_t b, ra__chunk *out) {
     const ra__run_list *l = &side->list;
     int64_t rows = ra__list_all(l).n[RA__ROWS], from = 0, count = 0;
@@ -14125,8 +14125,9 @@ static void ra__bits_transpose(uint64_t row[64]) {
         }
 }
 
-/* How far segment i of a chunk must travel for the ranks from `rank` on with a bit in `by`. Going
- * up, a rank below the owner is farther than one above it, and the last of them is the farthest. */
+/* Lets segment i of a chunk travel far enough, up or down, for the ranks from `rank` on with a bit
+ * in `by`. Going up, a rank below the owner is farther than one above it, and the last the
+ * farthest. */
 static void ra__need_reach(const ra_plan *p, ra__chunk *c, int32_t i, int32_t rank, uint64_t by) {
     const int32_t at = c->owner - rank;
     const uint64_t upto = at < 0 ? 0 : at > 63 ? UINT64_MAX : ((uint64_t)2 << at) - 1;
@@ -14232,8 +14233,8 @@ static void ra__needs_rows(ra__needs *x, const ra__bounds *b, int32_t viewer) {
         ra__needs_view(x, viewer);
 }
 
-/* Marks which chunks of keys of sequence b are needed by RA__VIEWERS ranks from `rank`, a multiple,
- * on: a rank needs a chunk if a block of its queries may see one of the keys. */
+/* Marks which chunks of keys of sequence b are needed by RA__VIEWERS ranks from `rank` on, which is
+ * a multiple of that. A rank needs a chunk if a block of its queries may see one of the keys. */
 static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
     const int32_t ranks = (int32_t)ra__min(p->d.ranks - rank, RA__VIEWERS);
     const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
@@ -14294,7 +14295,7 @@ static int64_t ra__key_spans(const ra_plan *p, int32_t b, ra__span *span) {
 }
 
 /* -------------------------------------------------------------------------- tours
- * A tour is the way of all chunks of one kind of pass around the ring. Backward, the gradient of a
+ * A tour is how all chunks of one kind of pass go around the ring. Backward, the gradient of a
  * chunk that leaves its owner returns from the last rank that it visits. */
 typedef struct ra__tour {
     const ra_plan *p;
@@ -14336,8 +14337,8 @@ static int64_t ra__tour_chunk(const ra__tour *w, int32_t rank, int64_t k) {
     return round[at < 0 ? at + round->count : at < round->count ? at : at - round->count].chunk;
 }
 
-/* 1: chunk c comes to this rank from another; it leaves this rank, to the next one or back to its
- * owner. */
+/* 1 if chunk c comes to the rank from another; below, if it leaves the rank, for the next one or
+ * for its owner. */
 RA__INLINE int ra__tour_arrives(const ra__tour *w, int64_t c, int32_t rank) {
     int32_t n = ra__tour_apart(w, w->t->chunk[c].owner, rank);
     return n > 0 && n <= ra__tour_stations(w, c);
@@ -14376,16 +14377,16 @@ static int64_t ra__tour_hops(const ra__tour *w) {
 
 /* A chunk leaves its owner in some step and each rank after it one step later; backward its
  * gradient returns in the step after it came to its last rank. Chunks move on in the first half of
- * a step and return in the second half. A count is a step less the place of a rank in the direction
- * of travel: a chunk leaves all its ranks in the same count, those beyond the end of the ring
- * `ranks` later. free[x]: the first count in which a chunk may leave the places [x, end[x]), one
- * value for a piece of places that share it; end[x] is 0 inside a piece.
+ * a step and return in the second half. A count is a step minus a rank's place in the direction of
+ * travel. So a chunk leaves all its ranks in the same count, except that beyond the end of the ring
+ * it is `ranks` more. free[x] is the first count in which a chunk may leave the places [x, end[x]).
+ * Such places are a piece; inside it end[x] is 0.
  *
- * Cost: a chunk makes one piece of all the pieces that it passes, and two more at its ends, so all
- * chunks together pass few more than there are chunks and ranks. */
+ * Cost: a chunk merges the pieces that it passes and splits two at its ends. So all chunks together
+ * pass about as many pieces as there are chunks and ranks. */
 typedef struct ra__line { int64_t *free, *end; } ra__line;
 
-/* Lets a piece begin at place x. */
+/* Splits a piece so that one begins at place x. */
 static void ra__line_split(const ra__line *l, int64_t x) {
     int64_t from = x;
     while (!l->end[from]) from--;
@@ -14404,7 +14405,7 @@ static int64_t ra__line_least(const ra__line *l, int64_t from, int64_t to, int64
     return least;
 }
 
-/* Makes one piece of the places [from, to), which chunks may leave from count `next` on. */
+/* Merges the places [from, to) into one piece, which chunks may leave from count `next` on. */
 static void ra__line_set(const ra__line *l, int64_t from, int64_t to, int64_t next) {
     for (int64_t x = from, end; x < to; x = end) {
         end = l->end[x];
@@ -14459,9 +14460,9 @@ static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) 
 }
 
 /* -------------------------------------------------------------------------- exchanges
- * A call of sendrecv blocks until the peer makes its own. So on a transport that has nothing else
- * all ranks must agree when each message moves. Every rank plays the pass of all ranks through, as
- * if computing took time and the network none, and gives every message a moment. Both sides of a
+ * A call of sendrecv blocks until the peer makes the matching one. So on a transport without post
+ * all ranks must agree when each message moves. Every rank simulates the pass of all ranks, as if
+ * computing took time and the network none, and gives every message a moment. Both sides of a
  * message find the same moment, and a rank makes its exchanges in the order of moments. Whatever a
  * message waits for has an earlier moment, so exchanges cannot deadlock, however long a rank really
  * computes.
@@ -14471,7 +14472,7 @@ static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) 
  * once.
  *
  * Work is estimated from what a few blocks of queries see of the chunk (with RA_TRAVEL_Q: from what
- * blocks of the chunk see of the rank's keys). A poor estimate costs time and nothing else. */
+ * blocks of the chunk see of the rank's keys). A poor estimate costs only time. */
 enum { RA__MOMENT_BITS = 24, RA__WORK_BITS = 36, RA__SAMPLES = 64 };
 
 typedef struct ra__play_slot { int64_t arrived, folded, sent; } ra__play_slot;
@@ -14487,8 +14488,8 @@ typedef struct ra__play_rank {
                                         * visit, were sent, are back, had their second visit */
     int64_t next_send, next_receive, next_return; /* the earliest moments of these */
     int64_t busy;                      /* when it has folded everything before `fold` */
-    int64_t series, series_keys, series_from; /* forward: when the chunks that it folds together
-                                        * began, their keys, the first received one of them */
+    int64_t series, series_keys, series_from; /* forward: when the current series began, its keys,
+                                        * and its first received chunk */
     int64_t released;                  /* when the latest slot that was reused became free */
     int64_t blocks, own, own_first, own_last; /* of this sequence: its blocks of what stays, of what
                                         * travels; those of the first and second visits so far */
@@ -14514,8 +14515,8 @@ typedef struct ra__play {
     ra__play_chunk *chunk;             /* [chunks] */
     int64_t *moment[3];                /* of this rank's messages: sent, received, returned */
     ra__play_work *work;               /* what this rank folds, in order */
-    int64_t *come;                     /* [folds] when the chunks of this rank's fold list up to an
-                                        * entry have come */
+    int64_t *come;                     /* [folds] when all chunks up to an entry of this rank's fold
+                                        * list have come */
     uint8_t *stores;                   /* forward, [folds]: 1: a series begins with this entry of
                                         * the fold list; all tasks are stored before it */
     int64_t count[3], works, comes, stored, last_slot; /* stored: the next one of `stores` */
@@ -14532,9 +14533,9 @@ RA__INLINE int64_t ra__play_slots(const ra_plan *p) {
 RA__INLINE ra__play_slot *ra__play_at(const ra__play *y, int32_t rank, int64_t i) {
     return &y->slot[(rank * (y->last_slot + 1)) + (i & y->last_slot)];
 }
-/* Samples per rank: blocks of queries from which work is estimated. Each chunk takes time for every
- * sample, and many ranks have many chunks. With few samples per chunk of a shard the two visits of
- * a chunk are estimated poorly. */
+/* Samples per rank: blocks of queries from which work is estimated. Every chunk is compared with
+ * every sample, and many ranks have many chunks, so they get fewer samples. With few samples per
+ * chunk of a shard the two visits of a chunk are estimated poorly. */
 RA__INLINE int64_t ra__play_samples(const ra_plan *p) {
     return p->d.ranks > 64 ? 4 : ra__max(16, ra__min(RA__SAMPLES, 512 / p->d.ranks));
 }
@@ -14567,8 +14568,9 @@ static int64_t ra__play_keys_seen(const ra__seg *s, const ra__bounds *x, int64_t
     return all;
 }
 
-/* Which of `blocks` blocks is sample i of n. Even and odd blocks in turn: in zigzag they mirror
- * each other, and of a chunk of two blocks the first rows see one and the others both. */
+/* Which of `blocks` blocks is sample i of n. Samples are even and odd blocks in turn: in zigzag
+ * these mirror each other, and in a chunk of two blocks the first sees one block, the other both.
+ * */
 RA__INLINE int64_t ra__play_sample(int64_t i, int64_t blocks, int64_t n) {
     return ra__min((2 * i + 1) * blocks / (2 * n) / 2 * 2 + i % 2, blocks - 1);
 }
@@ -14622,7 +14624,7 @@ static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank
     return n ? ra__mul_sat(ra__mul_sat(all, skip), blocks) / n : 0;
 }
 
-/* Blocks of a rank's sequence of what stays, or of what travels. */
+/* Blocks of a sequence that a rank has of the side that stays, or of the side that travels. */
 static int64_t ra__play_blocks(const ra__tour *w, int stays, int32_t rank, int32_t b) {
     ra__side side = ra__plan_side(w->p, stays == (w->t == &w->p->queries), rank);
     return ra__side_blocks(&side, b);
@@ -14658,7 +14660,7 @@ static void ra__play_note(const ra__tour *w, ra__play *y, int32_t rank, int64_t 
     work->folds = (joins ? work->folds : 0) + 1;
 }
 
-/* Work of a chunk on a rank, as far as samples [first, end) stand for its rows. */
+/* Work of a chunk with the rows of a rank that samples [first, end) represent. */
 static int64_t ra__play_some(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c,
                              int64_t first, int64_t end) {
     const ra__play_rank *s = &y->rank[rank];
@@ -14906,7 +14908,7 @@ static void ra__play_start(const ra__tour *w, ra__play *y) {
     }
 }
 
-/* Plays the pass through. Cost: chunks x ranks. */
+/* Simulates the pass. Cost: chunks x ranks. */
 static void ra__play_through(const ra__tour *w, ra__play *y) {
     const int32_t ranks = w->p->d.ranks;
     int any = 1;
