@@ -15018,13 +15018,13 @@ static void ra__readers_of(const ra_plan *p, int32_t rank, ra__readers *out) {
 enum { RA__MAGIC = 0x31464152 };
 enum { RA__REFUSALS = 32 };            /* refused tickets that are remembered */
 
-/* Tickets of ra_join and ra_infer_join. A thread that begins or looks up holds `join`. */
+/* Tickets of ra_join and ra_infer_join. To begin or look up a ticket a thread holds `join`. */
 typedef struct ra__tickets {
     int64_t last;                      /* atomic: the latest that was begun or refused */
     ra_status status;                  /* atomic: what its beginning returned */
     int32_t join;                      /* atomic */
     int64_t refusals, forgotten;       /* tickets refused so far; the last that is not kept. Under
-                                        * join, but atomic to see whether there are any */
+                                        * join; atomic, so that others see whether there are any */
     int64_t refused[RA__REFUSALS];
     ra_status refused_status[RA__REFUSALS];
 } ra__tickets;
@@ -15032,8 +15032,8 @@ typedef struct ra__tickets {
 /* The threads of a ring or a cache: who is inside a call, and how it ends. */
 typedef struct ra__crew {
     int32_t state;                     /* RA_RING_*, RA__RING_ENDING. The first thread that swaps
-                                        * RUNNING for another state ends the pass. All here except
-                                        * parted and shared is atomic */
+                                        * RUNNING for another state ends the pass. All fields except
+                                        * parted and shared are atomic */
     int32_t failed;                    /* status, set once the failure is recorded */
     int32_t comm;                      /* 1: a thread talks to the transport */
     int32_t inside;                    /* threads that are in a step */
@@ -15107,7 +15107,7 @@ typedef struct ra__back_hand {
     ra__bounds seen;                   /* RA_TRAVEL_Q: of all its rows */
     ra__item item;                     /* keys in hand, with their gradients */
     ra__grads g;
-    int32_t keys_first, keys_last;     /* 1: dK and dV begin at 0; they go to the caller after it */
+    int32_t keys_first, keys_last;     /* 1: dK and dV begin at 0; at the end go to the caller */
     int32_t q_first, q_last;           /* the same for dQ */
     int32_t stage, opened;             /* RA__STAGE_*; the item in hand is prepared */
     int64_t index, at;                 /* of a stage: items that are done, rows of the next */
@@ -15125,9 +15125,8 @@ typedef struct ra__fold_hand {
 } ra__fold_hand;
 
 /* Where a thread computes: scratch and the task in hand, which a step may leave half done. There
- * are as many desks as threads. A thread takes its own, or another one if its own is taken. If a
- * thread does not come back, others finish the task on its desk when they have nothing else to
- * do. */
+ * are as many desks as threads. A thread takes its own desk, or a free one if that is taken. If the
+ * thread does not return, others finish the task on its desk when they have nothing else to do. */
 typedef struct ra__desk {
     ra_ring *ring;
     int32_t polls;                     /* 1: its thread may talk to the transport */
@@ -15258,7 +15257,7 @@ struct ra_ring {
     float *dq;                         /* RA_TRAVEL_KV: [B][rows][Hq][Dk] sums */
     float *dk, *dv;                    /* RA_TRAVEL_Q: [B][key rows][Hkv][Dk], [Dv] sums */
     int64_t grad_slots, grad_bytes;
-    int64_t returns_folded;            /* own chunks that returned and need no buffer any more */
+    int64_t returns_folded;            /* own chunks that returned and no longer need a buffer */
     uint8_t *grad_buf;                 /* gradients of own chunks that stay, or all if shared */
     void *mr;                          /* of the whole workspace */
     uint8_t *scratch;                  /* [threads][scratch_bytes] */
@@ -15267,7 +15266,7 @@ struct ra_ring {
     ra__earlier earlier;
     int32_t epoch;                     /* of the last ra_resume; 0: none. From here on see RESUME */
     int32_t meeting;                   /* atomic. 1: ranks have not agreed yet, do not compute */
-    int32_t talking;                   /* 1: they may still need messages of this one. Under comm */
+    int32_t talking;                   /* 1: others may need messages of this rank. Under comm */
     int32_t awaited;                   /* atomic: peer that this rank waits for, -1: none */
     int32_t serves;                    /* 1: this rank has the pass complete and only helps */
     int32_t lent;                      /* 1: messages of the failed pass were lent */
@@ -15291,8 +15290,8 @@ struct ra_ring {
     ra__journal journal;
 };
 
-/* Tasks of a rank with `panels` query blocks each; task_begin [B + 1], may be null: first of each
- * sequence. */
+/* How many tasks a rank has, with `panels` query blocks each. task_begin, if not null, gets [B + 1]
+ * the first task of each sequence. */
 static int64_t ra__plan_tasks(const ra_plan *p, int32_t rank, int32_t panels, int64_t *task_begin) {
     const int32_t group = p->d.q_heads / p->d.kv_heads;
     ra__side side = ra__plan_side(p, 0, rank);
@@ -15317,8 +15316,8 @@ static void ra__plan_pass_sizes(const ra__tour *w, int32_t rank, ra__counts *s) 
     }
 }
 
-/* Counts of one rank. There are fewer panels per task if threads would otherwise have no work; bits
- * do not depend on it. */
+/* Counts of one rank. Tasks have fewer panels if threads would otherwise have no work; bits do not
+ * depend on that. */
 static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task_begin) {
     ra__tour forward = ra__tour_of(p, 0), back = ra__tour_of(p, 1);
     ra__readers all;
