@@ -2113,7 +2113,7 @@ RA__INLINE int32_t ra__is_finite(float x) {
 
 RA__INLINE float ra__f32_of_bf16(uint16_t h) { return ra__f32_of((uint32_t)h << 16); }
 
-/* Nearest even; a NaN keeps its upper bits and becomes quiet. */
+/* Rounds to nearest even. A NaN keeps its upper bits and becomes quiet. */
 RA__INLINE uint16_t ra__bf16_of_f32(float x) {
     uint32_t u = ra__f32_bits(x);
     if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40u);
@@ -2128,7 +2128,7 @@ RA__INLINE float ra__f32_of_f16(uint16_t h) {
     return ra__f32_of(sign | ra__f32_bits((float)a * (1.0f / 16777216.0f)));
 }
 
-/* Nearest even, to infinity from 65520 on, subnormals exactly, NaN as vcvtps2ph does. */
+/* Rounds to nearest even, subnormals too; from 65520 on to infinity; NaN as vcvtps2ph does. */
 RA__INLINE uint16_t ra__f16_of_f32(float x) {
     uint32_t u = ra__f32_bits(x), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu, r, rest, shift;
     if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | ((a >> 13) & 0x1ffu));
@@ -2154,7 +2154,7 @@ RA__INLINE int64_t ra__row_bytes(int32_t dtype, int64_t dim) {
     return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * ra__element(dtype);
 }
 
-/* 32 elements of dtype; RA_Q8_0: one block. */
+/* Loads 32 elements of dtype, which are one block of RA_Q8_0. */
 static void ra__block_load(float x[32], const uint8_t *p, int32_t dtype) {
     uint16_t h;
     if (dtype == RA_F32) memcpy(x, p, 128);
@@ -2165,8 +2165,8 @@ static void ra__block_load(float x[32], const uint8_t *p, int32_t dtype) {
     }
 }
 
-/* The same back. RA_Q8_0: the scale is 1/127 of the largest magnitude of the block; NaN becomes 0,
- * and magnitudes beyond the reach of an f16 scale become the largest within it. */
+/* Stores them. RA_Q8_0: the scale is 1/127 of the largest magnitude of the block. NaN becomes 0,
+ * and magnitudes that no f16 scale reaches become the largest that one does. */
 static void ra__block_store(uint8_t *p, const float x[32], int32_t dtype) {
     const float reach = 127.0f * 65504.0f;
     float most = 0.0f, inverse, y[32];
@@ -2218,8 +2218,8 @@ RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src,
 }
 
 /* exp(x), relative error below 1e-15; 0 below -708, infinity above 709.7. With n the integer next
- * to x / ln 2 and r = x - n ln 2, |r| <= 0.347: exp(x) = 2^n sum r^k / k!, k to 13. ln 2 comes in
- * two parts, the first with zeros at its end, so that n * part is exact. */
+ * to x / ln 2 and r = x - n ln 2, |r| <= 0.347: exp(x) = 2^n sum r^k / k!, k to 13. ln 2 is the sum
+ * of two numbers, the first of which ends in zero bits, so that n times it is exact. */
 RA__NOINLINE double ra__exp(double x) {
     double p = 1.0, r;
     if ((ra__f64_bits(x) & 0x7fffffffffffffffu) > 0x7ff0000000000000u) return x;
@@ -2252,8 +2252,8 @@ RA__NOINLINE double ra__log(double x) {
     return (double)n * 0.69314718055994531 + p * t;
 }
 
-/* Square root of x >= 0 by Newton's iteration from a guess that is 4 % off; each step halves the
- * square of that. */
+/* Square root of x >= 0 by Newton's iteration from a guess that is at most 4 % off. Each step
+ * halves the square of the relative error. */
 RA__NOINLINE double ra__sqrt(double x) {
     if (!(x > 0.0)) return 0.0;
     double y = ra__f64_of((ra__f64_bits(x) >> 1) + 0x1ff7a3bea91d9b1bu);
@@ -2262,7 +2262,7 @@ RA__NOINLINE double ra__sqrt(double x) {
 }
 
 /* Eight numbers at once, with the bits of the functions above: the same operations in the same
- * order. Inlined, they take the vectors of the function they are in. */
+ * order. Inlined, they use the widest vectors of the calling function. */
 typedef double ra__f64x8 __attribute__((vector_size(64)));
 typedef int64_t ra__i64x8 __attribute__((vector_size(64)));
 typedef float ra__f32x8 __attribute__((vector_size(32)));
@@ -2302,11 +2302,11 @@ RA__INLINE void ra__eight_log(ra__f64x8 *x) {
     *x = n * 0.69314718055994531 + p * t;
 }
 
-/* Returns the final factor of a row's sums, and its LSE, from (m, l) in powers of two. A sink, if
- * not null, is one more score in the denominator. A row without keys: factor 0, LSE -inf or the
- * sink. lse may be null.
- * PERF: no logarithm unless the LSE is requested. Zen 5, bf16, causal, 1024 tokens, D 64: 59 -> 62
- * % of the vdpbf16ps peak. */
+/* Returns the final factor of a row's sums, and sets its LSE, from m and l in base 2. A sink, if
+ * not null, is one more score in the denominator. A row without keys has factor 0, and its LSE is
+ * -inf or the sink. lse may be null.
+ * PERF: no logarithm unless the LSE is requested. Zen 5, bf16, causal, 1024 tokens, D 64, share of
+ * the vdpbf16ps peak: 59 -> 62 %. */
 static float ra__row_finish(float m, float l, const float *sink, float *lse) {
     const double ln2 = 0.69314718055994530942, log2e = 1.4426950408889634074;
     if (l == 0.0f) {
@@ -2372,8 +2372,8 @@ RA__INLINE void ra__merge_row(float *o, const float *o2, const double w[2], int3
     for (; i < dim; i++) o[i] = (float)((double)o[i] * w[0] + (double)o2[i] * w[1]);
 }
 
-/* The weights of both sides of a row, 0 for one that is left out. *lse, which is a, becomes theirs
- * together. */
+/* Sets the weights of both sides of a row, 0 for one that is left out. *lse is a at first, and then
+ * that of both sides. */
 RA__INLINE void ra__merge_weigh(float *lse, float b, double *w, double *w2) {
     const float a = *lse;
     *w = !ra__is_neg_inf(a);
@@ -2386,8 +2386,8 @@ RA__INLINE void ra__merge_weigh(float *lse, float b, double *w, double *w2) {
     *lse = (float)((double)(a > b ? a : b) + ra__log(1.0 + e));
 }
 
-/* The same for eight rows. Returns 0 and does nothing unless all have two sides that are no more
- * than e^700 apart. */
+/* The same for eight rows. Returns 0 and does nothing unless in every row both sides are finite and
+ * differ by at most 700. */
 RA__INLINE int ra__eight_weigh(float lse[8], const float lse2[8], double w[8], double w2[8]) {
     ra__f32x8 x, y;
     ra__f64x8 a, b, e, one, left, right;
@@ -2421,8 +2421,8 @@ RA__INLINE int ra__eight_weigh(float lse[8], const float lse2[8], double w[8], d
 }
 
 /* As ra_merge, into rows `step` rows apart. row: ra__merge_row, or another with its bits.
- * PERF: the weights of 32 rows before the rows: their chains of divisions overlap. Zen 5, AVX-512,
- * a row of 128 floats merged: 94 -> 23 ns, of them for the weights 17 -> 12. */
+ * PERF: the weights of 32 rows come first, so that their chains of divisions overlap. Zen 5,
+ * AVX-512, time per merged row of 128 floats: 94 -> 23 ns, of which the weights 17 -> 12. */
 enum { RA__MERGE_ROWS = 32 };
 typedef void (*ra__row_merge)(float *o, const float *o2, const double w[2], int32_t dim);
 RA__INLINE void ra__merge_rows(float *o, float *lse, int64_t step, const float *o2,
@@ -2433,7 +2433,7 @@ RA__INLINE void ra__merge_rows(float *o, float *lse, int64_t step, const float *
         double w[RA__MERGE_ROWS], w2[RA__MERGE_ROWS];
         memcpy(b, lse2, (size_t)n * sizeof *b);
         for (int32_t i = 0; i < n; i++) a[i] = lse[i * step];
-        for (int32_t i = n; i % 8; i++) a[i] = b[i] = 0.0f;    /* the last eight is whole too */
+        for (int32_t i = n; i % 8; i++) a[i] = b[i] = 0.0f;    /* fills up the last eight */
         for (int32_t i = 0; i < n; i += 8) {
             const int32_t end = n - i < 8 ? n : i + 8;
             if (ra__eight_weigh(a + i, b + i, w + i, w2 + i)) continue;
@@ -2450,7 +2450,7 @@ RA__INLINE void ra__merge_rows(float *o, float *lse, int64_t step, const float *
     }
 }
 
-/* The same for every processor, also the merge of kernels that have no wider vectors. */
+/* The same for any processor. Kernels without wider vectors use it too. */
 RA__NOINLINE void ra__merge_plain(float *o, float *lse, int64_t step, const float *o2,
                                   const float *lse2, int64_t rows, int32_t dim) {
     ra__merge_rows(o, lse, step, o2, lse2, rows, dim, ra__merge_row);
