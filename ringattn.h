@@ -8423,7 +8423,7 @@ static int32_t ra__isa_bf16_fast(void) {
 }
 
 /* 1 if the processor has tiles with bf16 products and this process may use them. Linux grants the
- * use to a process that calls arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA). It may do so again. */
+ * use to a process that calls arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA), once or repeatedly. */
 static int32_t ra__isa_amx(uint32_t d7, uint32_t xcr0) {
 #if defined(RA__AMX_SOFT)
     (void)d7;
@@ -8443,7 +8443,7 @@ static int32_t ra__isa_amx(uint32_t d7, uint32_t xcr0) {
 #endif
 }
 
-/* Bit `isa` is set for each available instruction set. CPUID: Intel SDM volume 2A; XCR0: volume 1,
+/* Returns bit `isa` for each available instruction set. CPUID: Intel SDM volume 2A; XCR0: volume 1,
  * section 13.3. */
 static uint32_t ra__isa_probe(void) {
     uint32_t fma_f16c_osxsave = 1u << 12 | 1u << 29 | 1u << 27;
@@ -8539,7 +8539,7 @@ static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
     return ra__kernel_f32(d->isa);
 }
 
-/* The kernel for decoding. AMX has none and takes that of AVX-512. */
+/* The kernel for decoding. AMX has none of its own and decodes with that of AVX-512. */
 static RA__UNUSED const ra__kernel *ra__kernel_decode(const ra_desc *d) {
 #if RA__X86
     const int32_t int8 = d->k_dtype == RA_Q8_0 && (d->v_in_k || d->v_dtype == RA_Q8_0);
@@ -8550,13 +8550,13 @@ static RA__UNUSED const ra__kernel *ra__kernel_decode(const ra_desc *d) {
     return kernel->decode_fold ? kernel : ra__kernel_f32(d->isa);
 }
 
-/* 1 if decoding takes decode_near: not on Zen 3 and Zen 4, see DECODE. */
+/* 1 if decoding uses decode_near: not on Zen 3 and Zen 4, see DECODE. */
 RA__INLINE int ra__decodes_near(void) {
     return !(ra__isa_detect() & (uint32_t)RA__FAMILY_19);
 }
 
-/* 1 if tiles prefetch into the level 1 cache: those of several panels rows, see ra__prefetch_some,
- * those of at most 32 rows lines. AMX does not, because its operands bypass level 1. */
+/* 1 if tiles prefetch into the L1 cache: rows (see ra__prefetch_some), or with at most 32 query
+ * rows single lines. AMX does not, because its operands bypass L1. */
 RA__INLINE int ra__prefetches_level1(const ra_desc *d) {
     return ra__decodes_near() && d->isa != RA_ISA_AMX;
 }
