@@ -8593,7 +8593,8 @@ RINGATTN_API const char *ra_isa_name(int32_t isa) {
  * RA__CRC_POLY over two elements, whose bit 31 is the coefficient of x^0. */
 #define RA__CRC_POLY 0x82f63b78u
 
-/* 8 bytes at a time by tables. Each call makes them, which takes as long as 4 KiB of data. */
+/* 8 bytes at a time, by tables. Each call makes the tables, which takes as long as 4 KiB of
+ * data. */
 static uint32_t ra__crc_by_table(uint32_t crc, const uint8_t *p, int64_t n) {
     uint32_t table[8][256];
     for (uint32_t i = 0; i < 256; i++) {
@@ -8641,8 +8642,8 @@ RA__INLINE uint32_t ra__crc_word(uint32_t crc, const uint8_t *p) {
 }
 
 /* PERF: the instruction takes 3 cycles, and one can begin in every cycle. So long data are cut into
- * three parts that are computed in turn, 8 bytes of each. The CRC of a part is then multiplied by x
- * to the power of the number of bits after it. */
+ * thirds, of which 8 bytes are taken in turn. The CRC of a third is then multiplied by x to the
+ * power of the number of bits after it. */
 static uint32_t ra__crc_by_word(uint32_t crc, const uint8_t *p, int64_t n) {
     const int64_t part = n / 24 * 8;
     if (part >= 1 << 14) {
@@ -8667,8 +8668,8 @@ static uint32_t ra__crc_by_word(uint32_t crc, const uint8_t *p, int64_t n) {
 }
 #endif
 
-/* The CRC of some bytes, which alone have the CRC `crc` (0: there are none), and the n bytes of
- * `data` after them. */
+/* The CRC of the n bytes of `data` and what comes before them. crc: of what comes before; 0: there
+ * is nothing. */
 static uint32_t ra__crc(uint32_t crc, const void *data, int64_t n) {
     const uint8_t *p = (const uint8_t *)data;
 #if RA__X86 || RA__NEON
