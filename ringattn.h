@@ -11419,25 +11419,23 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
 }
 
 /* ========================================================================== BACKWARD
-  * Gradients of some query rows and of the keys of one chunk, from the gradient of O and the LSE
-  * over all keys. In: the call's tensors, and where the keys are. Out: f32 sums of dQ, dK and dV,
-  * which start at 0 and are handed to the caller once. Nothing of size Tq x Tk is stored: P is
-  * computed again from Q, K and LSE, tile by tile (FlashAttention-2, arXiv 2307.08691, section
-  * 3.2).
-  *
-  * The order of sums is fixed, so bits depend on neither ranks, threads nor chunks. A unit is a
-  * block of the grid, or with zigzag the mirrored blocks k and n - 1 - k, front first. The dQ of a
-  * row sums blocks of keys in the row's forward order. The dK and dV of a block of keys sum query
-  * blocks by unit, with all heads of the group for each: first their own unit and those after it
-  * (RA__AFTER), then those before it (RA__BEFORE), both ascending. In a ring the sums of a chunk
-  * start at its owner with RA__AFTER, travel, and return to the owner for RA__BEFORE. The outer
-  * loop goes over query blocks, ascending, and the inner one over blocks of keys in the order of
-  * forward.
-  *
-  * With RA_TRAVEL_Q the roles are exchanged: dK and dV sum query blocks from the first to the last,
-  * and dQ sums keys by unit, from the row's own unit on and then those before it. RA__AFTER then
-  * means query units up to the key's. If queries and keys have different positions, all tiles are
-  * RA__AFTER. */
+ * Gradients of some query rows and of the keys of one chunk, from the gradient of O and the LSE
+ * over all keys. In: the call's tensors, and where the keys are. Out: f32 sums of dQ, dK and dV,
+ * which start at 0 and are handed to the caller once. Nothing of size Tq x Tk is stored: P is
+ * computed again from Q, K and LSE, tile by tile (FlashAttention-2, arXiv 2307.08691, 3.2).
+ *
+ * The order of sums is fixed, so bits depend on neither ranks, threads nor chunks. A unit is a
+ * block of the grid, or with zigzag the mirrored blocks k and n - 1 - k, front first. The dQ of a
+ * row sums blocks of keys in the row's forward order. The dK and dV of a block of keys sum query
+ * blocks by unit, with all heads of the group for each: first their own unit and those after it
+ * (RA__AFTER), then those before it (RA__BEFORE), both ascending. In a ring the sums of a chunk
+ * start at its owner with RA__AFTER, travel, and return to the owner for RA__BEFORE. The outer loop
+ * goes over query blocks, ascending, the inner one over blocks of keys in the order of forward.
+ *
+ * With RA_TRAVEL_Q the roles are exchanged: dK and dV sum query blocks from the first to the last,
+ * and dQ sums keys by unit, from the row's own unit on and then those before it. RA__AFTER then
+ * means query units up to the key's. If queries and keys have different positions, all tiles are
+ * RA__AFTER. */
 
 /* Tiles whose query unit is not below the key's, and the others. */
 enum { RA__AFTER = 1, RA__BEFORE = 2, RA__BOTH = 3 };
@@ -11479,8 +11477,7 @@ typedef struct ra__back_slice {
 } ra__back_slice;
 
 /* Points g at the sums of a chunk's keys, of one head, in arrays with all rows of the shard:
- * sums[0] of dK, sums[1] of dV; data is null if they are not requested. Under v_in_k dV is part of
- * dK. */
+ * sums[0] of dK, sums[1] of dV; data null: not requested. Under v_in_k dV is part of dK. */
 static void ra__grads_at(const ra_desc *d, const ra__chunk *c, const ra__view sums[2],
                          int32_t head, ra__grads *g) {
     ra__view dk = sums[0], dv = sums[1];
@@ -11641,9 +11638,9 @@ static ra__source ra__source_at(ra__view v, int32_t b, int64_t row, int64_t head
     return s;
 }
 
-/* 1 if weights can be computed again from this LSE: the rounding of it, and of its product with
- * log2(e), changes them by a factor of at most e. Beyond that, as in a row where a bias of -1e9
- * masks every key, the sum over the keys is lost in rounding. */
+/* 1 if weights can be computed again from this LSE: its rounding, and that of its product with
+ * log2(e), changes them by a factor of at most e. In a larger LSE, such as that of a row where a
+ * bias of -1e9 masks every key, the sum over the keys is lost in rounding. */
 RA__INLINE int ra__lse_serves(float lse) {
     return !(lse <= -8388608.0f) && !(lse >= 8388608.0f && lse <= 3.40282347e38f);
 }
@@ -11778,8 +11775,7 @@ static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s
 /* Brings block i of a task's keys to the kernel's form, and keeps it for further batches of panels
  * if there is room. Returns the memory of K.
  * PERF: where heads alternate in memory, the rows of one are far apart and slow to read for each
- * batch. Zen 5, bf16, 4096 tokens of 8 heads, share of the peak: D 64 82 -> 83 %, D 128 81 -> 84.
- * */
+ * batch. Zen 5, bf16, 4096 tokens of 8 heads, share of peak: D 64 82 -> 83 %, D 128 81 -> 84. */
 static const void *ra__back_prepare(const ra__back *b, ra__back_scratch *x, int64_t i,
                                     ra__keys *keys, int partial) {
     const int64_t at = ra__min(i, x->most - 1), kept = i < x->most - 1;
