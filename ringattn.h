@@ -2478,7 +2478,7 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  * exceed 1. This is harmless, because a shift does not change a softmax and floats have exponents
  * to spare. So scores become p while they are in registers, and acc is not rescaled. When l of a
  * row would pass 2^32, the row gets a new m, its l and acc are rescaled, and the strip folds the
- * block again. The other rows of the strip keep their m, and so their bits.
+ * block again (a strip is at most a slab). Its other rows keep their m, and so their bits.
  *
  * A row that sees none of the keys keeps m, l and acc to the bit. Its acc is selected, not added
  * to, because even x + 0 changes the bits of -0. A NaN reaches only rows that see it: scores are
@@ -2511,12 +2511,12 @@ enum { RA__ALIAS_BYTES = 4096 };       /* rows this far apart compete for the sa
 static const float ra__log2e = 1.44269504f;
 static const float ra__l_limit = 4294967296.0f;
 static const float ra__decode_slack = 16.0f; /* decode: how far scores may exceed m */
-/* A flag that tiles of values take with a dtype: any keys and dims. */
+/* A flag beside the dtype of a tile of values, which may then have any keys and dims. */
 enum { RA__DECODE_ANY = 8 };
 enum { RA__DECODE_ROW_CHUNKS = 4 };    /* per tile of values if there is one row */
 enum { RA__DECODE_COPY = 4096 };       /* floats: rows that are converted before they are used */
 
-/* From 16 - n on: a vector that is negative beyond its first n <= 16 lanes. */
+/* Element 16 - n begins a vector that is negative beyond its first n <= 16 lanes. */
 static const float ra__decode_edge[32] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
                                           -1, -1, -1, -1, -1, -1, -1, -1,
                                           -1, -1, -1, -1, -1, -1, -1, -1};
@@ -2560,7 +2560,7 @@ RA__INLINE int32_t ra__bias_is_run(const ra__score *score, const int32_t *pos, i
     return run;
 }
 
-/* 1 if all bits of the biases of row 0 and n keys are 0, from position pos on. They are
+/* 1 if no bit is set in the biases of row 0 and n keys from position pos on, which are
  * contiguous. */
 RA__INLINE int32_t ra__bias_is_zero(const ra__score *score, int32_t pos, int32_t n) {
     const uint8_t *at = score->bias + pos * score->bias_key_stride;
@@ -2598,12 +2598,12 @@ RA__INLINE void ra__prefetch_add(ra__prefetch_list *x, const uint8_t *at, int64_
     x->count += bytes > 0 && rows > 0;
 }
 
-/* Prefetches the next rows of the list into the level 2 cache, or level 1 if they are near.
+/* Prefetches the next rows of the list into the L2 cache, or into L1 if x->level1 is 1.
  * PERF: a few at a time, because processors drop requests that come all at once. Zen 5, 4096 tokens
- * of 8 heads, AVX-512: D 64 80 -> 83, D 128 83 -> 86 % of the FMA peak.
- * PERF: level 1 does not hold a block, and rows 2 KB apart share a few of its sets. Zen 4, 32/8
- * heads of D 128, 8 tokens over 32768 keys, level 1 -> 2: bf16 50 -> 39 ms, f32 92 -> 62. But where
- * several panels take a block in turn, level 2 -> 1 saves 1 % on a Zen 5. */
+ * of 8 heads, AVX-512, share of the FMA peak: D 64 80 -> 83 %, D 128 83 -> 86.
+ * PERF: L1 does not hold a block, and rows 2 KB apart share a few of its sets. Zen 4, 32/8 heads of
+ * D 128, 8 tokens over 32768 keys, L1 -> L2: bf16 50 -> 39 ms, f32 92 -> 62. But where several
+ * panels use a block one after another, L2 -> L1 saves 1 % on a Zen 5. */
 RA__NOINLINE void ra__prefetch_some(ra__prefetch_list *x) {
     for (int32_t i = 0; i < x->step && x->which < x->count; i++) {
         int64_t offset = x->row * x->stride[x->which];
@@ -2617,8 +2617,8 @@ RA__NOINLINE void ra__prefetch_some(ra__prefetch_list *x) {
     }
 }
 
-/* Prepares a list for ra__prefetch_lines. Before its first row and at its end the line is that of
- * the list itself, which the level 1 cache holds. */
+/* Prepares a list for ra__prefetch_lines. Before its first row and after its last, the line to
+ * prefetch is that of the list itself, which is in L1 already. */
 RA__INLINE void ra__prefetch_begin(ra__prefetch_list *x) {
     x->line = (uintptr_t)x;
     x->left = 1;
@@ -2640,8 +2640,8 @@ RA__NOINLINE void ra__prefetch_next(ra__prefetch_list *x) {
 
 /* Prefetches the biases of rows [row, end) of a panel and the keys of a block from pos on, if they
  * are contiguous.
- * PERF: a few rows at a time. Biases of a later block would be evicted before their use if rows are
- * a multiple of 16 KB apart. */
+ * PERF: a few rows at a time. Where rows are a multiple of 16 KB apart, biases of a later block
+ * would be evicted before they are used. */
 RA__NOINLINE void ra__prefetch_bias(const ra__panel *panel, int32_t pos, int32_t row, int32_t end) {
     const ra__score *score = panel ? &panel->score : NULL;
     if (!score || !score->bias_row_stride || pos < 0 || pos >= score->bias_keys) return;
@@ -2653,7 +2653,7 @@ RA__NOINLINE void ra__prefetch_bias(const ra__panel *panel, int32_t pos, int32_t
     }
 }
 
-/* n lines have been prefetched. At the end of a band the stream goes on to the next one. */
+/* Advances a stream by n lines, which have been prefetched; from the end of a band to the next. */
 RA__INLINE void ra__stream_advance(ra__stream *a, int32_t n) {
     a->left -= n;
     if (a->left > 0) return;
@@ -2661,13 +2661,13 @@ RA__INLINE void ra__stream_advance(ra__stream *a, int32_t n) {
     a->left = a->lines;
 }
 
-/* Where two streams are, in registers. */
+/* The addresses of two streams, in registers. */
 typedef struct ra__near_ahead {
     uintptr_t at[2];
     int32_t slow;                      /* 1: see ra__prefetch_near */
 } ra__near_ahead;
 
-/* n lines up to x->at[i] have been prefetched of each of two streams. */
+/* Advances two streams by n lines each, which have been prefetched and end at x->at[i]. */
 RA__INLINE void ra__stream_move(ra__stream *a, const ra__near_ahead *x, int32_t n) {
     for (int i = 0; i < 2; i++) {
         a[i].at = x->at[i];
@@ -2675,7 +2675,7 @@ RA__INLINE void ra__stream_move(ra__stream *a, const ra__near_ahead *x, int32_t 
     }
 }
 
-/* Decoding: a few keys of a head. */
+/* Decoding: a unit of keys of a head. */
 typedef struct ra__near_unit {
     int32_t head, first;               /* key of the call */
     const uint8_t *k, *v;
@@ -2707,7 +2707,7 @@ RA__INLINE void ra__near_next(ra__near_unit *x, const ra__decode_keys *keys, int
     x->v = keys->v + x->head * keys->v_head;
 }
 
-/* How many of n rows are converted at once: all, or a multiple of 4. */
+/* How many of n rows are converted at a time: all, or a multiple of 4. */
 RA__INLINE int32_t ra__decode_piece(int32_t n, int32_t dim) {
     const int32_t most = RA__DECODE_COPY / dim / 4 * 4;
     return n < most ? n : most;
@@ -2733,11 +2733,11 @@ RA__INLINE uintptr_t ra__delay_address(uintptr_t x) {
     return x;
 }
 
-/* Prefetches the next n lines of two streams into the level 2 cache, at the end of a band
- * perhaps some beyond it.
- * PERF: processors drop requests that come faster than memory can serve them, and requests that
- * have waited come all at once. So each address is made to depend on the one before. Zen 5, 8 heads
- * of 512 bytes side by side: 54 -> 80 % of the read bandwidth, bf16 55 -> 75 %. */
+/* Prefetches the next n lines of two streams into the L2 cache; at the end of a band it may go some
+ * lines beyond.
+ * PERF: processors drop requests that come faster than memory serves them, and requests that were
+ * held up come all at once. So each address is made to depend on the one before. Zen 5, 8 adjacent
+ * heads of 512 bytes, share of the read bandwidth: 54 -> 80 %, bf16 55 -> 75. */
 RA__INLINE void ra__stream_prefetch(ra__stream *a, int32_t n) {
     uintptr_t k = a[0].at, v = a[1].at;
     for (int32_t i = 0; i < n; i++) {
@@ -2761,11 +2761,12 @@ RA__INLINE const float *ra__value_row(const ra__keys *keys, int32_t j) {
 }
 
 /* 1 if f32 kernels copy rows: always if they are not f32, otherwise if several panels will read
- * them by columns and their stride is bad. stride 0: any stride.
+ * them by columns and their stride is a multiple of RA__ALIAS_BYTES. stride 0: any stride.
  * PERF: rows a multiple of 4 KB apart share a few sets of the L1 cache. So the rows that are read
  * by columns, V forward and K backward, are copied once for the panels of a task. Zen 5, D 128, 8
- * heads: AVX-512 79 -> 83, AVX2 71 -> 87 % of the FMA peak. Strides of 2 KB and less gain nothing.
- * Rows that are read one by one are not copied: forward 90 -> 91.5 %, backward 87 -> 88 %. */
+ * heads, share of the FMA peak: AVX-512 79 -> 83 %, AVX2 71 -> 87. Strides of 2 KB and less gain
+ * nothing. Rows that are read one by one are not copied: forward 90 -> 91.5 %, backward 87 ->
+ * 88. */
 RA__INLINE int32_t ra__is_copied(int32_t dtype, int64_t stride, int32_t shared) {
     return dtype != RA_F32 || (shared && stride % RA__ALIAS_BYTES == 0);
 }
@@ -2850,10 +2851,10 @@ RA__INLINE int32_t ra__score_is_modified(const ra__score *score) {
 #define RA__UNROLL_2 _Pragma("GCC unroll 2")
 #endif
 
-/* Prefetches n lines from each address of x on into the level 1 cache, and moves x on. A pair of
- * lines comes some 10 cycles after the one before, 13 if x is slow.
- * PERF: see ra__stream_prefetch. Zen 5, 32/8 heads of D 128, 32768 keys, 13 cycles instead of 10:
- * f32 81 -> 86 % of a reading loop, bf16 77 -> 80; [Hkv][T][D] 95 -> 81, bf16 89 -> 80. */
+/* Prefetches n lines from each of the two addresses of x on into the L1 cache, and advances x. Two
+ * lines, one of each, are prefetched every 10 cycles or so, if x is slow every 13.
+ * PERF: see ra__stream_prefetch. Zen 5, 32/8 heads of D 128, 32768 keys, share of a reading loop,
+ * 10 -> 13 cycles: f32 81 -> 86 %, bf16 77 -> 80; [Hkv][T][D] 95 -> 81, bf16 89 -> 80. */
 RA__INLINE void ra__prefetch_near(ra__near_ahead *x, int32_t n) {
     RA__UNROLL for (int32_t i = 0; i < n; i++) {
         __builtin_prefetch((const void *)x->at[0]);
@@ -2866,10 +2867,10 @@ RA__INLINE void ra__prefetch_near(ra__near_ahead *x, int32_t n) {
     }
 }
 
-/* Prefetches the next n lines of the list, among products.
- * PERF: rows of 2 KB at once, after each tile, come late. Zen 5, 32/8 heads of D 128, bf16, 8
- * tokens over 32768 keys, one thread, rows -> lines, and K no longer copied for a single panel:
- * 19.3 -> 13.5 ms. Tiles of 64 rows keep rows at once: lines would make them 1 to 2 % slower. */
+/* Prefetches the next n lines of the list, between products.
+ * PERF: whole rows of 2 KB, prefetched after each tile, come late. Zen 5, 32/8 heads of D 128,
+ * bf16, 8 tokens over 32768 keys, one thread, rows -> lines, and K no longer copied for a single
+ * panel: 19.3 -> 13.5 ms. Tiles of 64 rows prefetch rows: lines make them 1 to 2 % slower. */
 RA__INLINE void ra__prefetch_lines(ra__prefetch_list *x, const int32_t n) {
     RA__UNROLL for (int32_t i = 0; i < n; i++) {
         if (x->lines_level1) __builtin_prefetch((const void *)x->line);
@@ -2883,10 +2884,10 @@ RA__INLINE void ra__prefetch_lines(ra__prefetch_list *x, const int32_t n) {
 
 #if defined(RA__BODY)
 #define RA__SLAB (RA__VECTORS * RA__WIDTH)
-/* A phase of the work. As a function of its own it has all registers. */
+/* For a phase of the work: as a separate function it has all registers. */
 #define RA__ISA_NOINLINE __attribute__((noinline)) RA__ISA_STATIC
 
-/* A block of 32 elements of a q8_0 row. of_f16 converts several halves, of which the first is the
+/* Converts a block of 32 elements of a q8_0 row. of_f16 converts several halves; the first is the
  * scale. */
 RA__ISA_INLINE void RA__NAME(read_q8_0)(float *dst, const uint8_t *block) {
     const RA__FLOATS scale = RA__NAME(set)(RA__NAME(of_f16)(block)[0]);
@@ -2894,14 +2895,14 @@ RA__ISA_INLINE void RA__NAME(read_q8_0)(float *dst, const uint8_t *block) {
         RA__NAME(store)(dst + i, RA__NAME(of_i8)(block + 2 + i) * scale);
 }
 
-/* RA__WIDTH elements of dtype. src may have any alignment. */
+/* Loads RA__WIDTH elements of dtype as floats. src may have any alignment. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(convert)(const uint8_t *src, int32_t dtype) {
     if (dtype == RA_F16) return RA__NAME(of_f16)(src);
     if (dtype == RA_BF16) return RA__NAME(of_bf16)(src);
     return RA__NAME(load)((const float *)(const void *)src);
 }
 
-/* n elements of dtype to floats. src may have any alignment. */
+/* Converts n elements of dtype to floats. src may have any alignment. */
 RA__ISA_STATIC void RA__NAME(read_row)(float *dst, const uint8_t *src, int32_t dtype, int32_t n) {
     int32_t size = dtype == RA_F32 ? 4 : 2, i = 0;
     for (; dtype == RA_Q8_0 && i < n; i += 32, src += 34) RA__NAME(read_q8_0)(dst + i, src);
@@ -2920,7 +2921,7 @@ RA__ISA_STATIC void RA__NAME(read_row)(float *dst, const uint8_t *src, int32_t d
     }
 }
 
-/* n floats to elements of dtype. dst may have any alignment. */
+/* Converts n floats to elements of dtype. dst may have any alignment. */
 RA__ISA_STATIC void RA__NAME(write_row)(uint8_t *dst, const float *src, int32_t dtype, int32_t n) {
     if (dtype == RA_F32) {
         memcpy(dst, src, (size_t)n * sizeof *src);
@@ -2968,7 +2969,7 @@ RA__ISA_INLINE void RA__NAME(write_square)(uint8_t *dst, int64_t stride, int32_t
         RA__NAME(write_row)(dst + i * stride, x[i], dtype, n);
 }
 
-/* A strip, which is nt vectors of one slab, against the keys [first, last) of one block. */
+/* A strip, which is nt vectors of one slab, and the keys [first, last) of one block. */
 typedef struct RA__NAME(strip) {
     const ra__panel *panel;
     const ra__keys *keys;
@@ -2978,7 +2979,7 @@ typedef struct RA__NAME(strip) {
     int32_t first, last;               /* no row sees the other keys */
     int32_t partial;                   /* 1: some row does not see some key */
     int32_t stored;                    /* 1: s gets scores, and max is found; 0: s gets p */
-    int32_t modified, capped;          /* 1: a score is not the product; under a softcap */
+    int32_t modified, capped;          /* 1: scores are more than products; have a softcap */
     int32_t keep;                      /* partial: 1: some row sees keys that no window hides */
     const ra__panel *next;             /* what is folded after this block: see ra__prefetch_bias */
     int32_t next_pos;
@@ -2998,7 +2999,7 @@ typedef struct RA__NAME(product) {
 } RA__NAME(product);
 
 /* c[i][t] = sum over k < depth of a[i * row + k * step] b[k * b_step + t], with t in vectors. c is
- * in registers. PERF: two columns per turn, and squares transposed in registers, are 1 to 4 % of a
+ * in registers. PERF: two columns per turn, and squares transposed in registers, save 1 to 4 % of a
  * call (Zen 5, f32 and bf16). */
 RA__ISA_INLINE void RA__NAME(multiply)(const RA__NAME(product) *ab, RA__FLOATS (*c)[RA__VECTORS],
                                        int32_t ni, int32_t nt) {
@@ -3019,8 +3020,8 @@ RA__ISA_INLINE void RA__NAME(multiply)(const RA__NAME(product) *ab, RA__FLOATS (
 }
 
 /* The product in pieces of RA__DEPTH columns of A, which is dim columns in all and contiguous by
- * rows; B has the layout of a panel. sum [ni][sum_row] is scratch where the pieces meet. A single
- * chain of 576 products would lose one digit more. */
+ * rows; B has the layout of a panel. sum [ni][sum_row] is scratch for the sums of earlier pieces. A
+ * single chain of 576 products would lose one more digit. */
 RA__ISA_INLINE void RA__NAME(multiply_long)(RA__NAME(product) *ab, int32_t dim, float *sum,
                                             int32_t sum_row, RA__FLOATS (*c)[RA__VECTORS],
                                             int32_t ni, int32_t nt) {
@@ -3046,7 +3047,7 @@ RA__ISA_INLINE float *RA__NAME(panel_row)(float *base, int32_t row, int32_t dim)
     return base + (int64_t)(row / RA__SLAB) * RA__SLAB * dim + row % RA__SLAB;
 }
 
-/* Stores p of ni keys and vector t, from their scores c, to s. */
+/* Stores p of ni keys and vector t to s, from their scores c, and sums it. */
 RA__ISA_INLINE void RA__NAME(tile_weights)(RA__NAME(strip) *strip, float *s,
                                            RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t t) {
     RA__FLOATS shift = RA__NAME(load)(strip->shift + t * RA__WIDTH);
@@ -3103,7 +3104,7 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(vector_bias)(const ra__panel *panel, int32_t 
     return RA__NAME(load)(bias);
 }
 
-/* Stores the scores c of ni keys and vector t to s. strip->max becomes at least as large. */
+/* Stores the scores c of ni keys and vector t to s, and raises strip->max to them. */
 RA__ISA_INLINE void RA__NAME(tile_scores)(RA__NAME(strip) *strip, float *s,
                                           RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t t) {
     RA__FLOATS top = RA__NAME(load)(strip->max + t * RA__WIDTH);
@@ -3136,8 +3137,8 @@ RA__ISA_INLINE void RA__NAME(load_offsets)(RA__FLOATS *v, const uint8_t *from,
     for (int32_t i = 0; i < RA__WIDTH; i++) v[i] = RA__NAME(convert)(from + offset[i], dtype);
 }
 
-/* to[i * step] = element i of RA__WIDTH rows of dtype at from + offset. ahead: not 0: prefetches
- * each row so many bytes further on. */
+/* to[i * step] = element i of RA__WIDTH rows of dtype at from + offset. If `ahead` is not 0, it
+ * prefetches each row that many bytes further on. */
 RA__ISA_INLINE void RA__NAME(load_bias_square)(const uint8_t *from, const int64_t *offset,
                                                float *to, int32_t step, int64_t ahead,
                                                int32_t dtype) {
@@ -3150,9 +3151,9 @@ RA__ISA_INLINE void RA__NAME(load_bias_square)(const uint8_t *from, const int64_
 }
 
 /* to[j * step] = a vector of the biases of key j and the rows from `row` on, for the keys
- * [first, last); 0 beyond the panel. They are not the same for all rows. ahead: as above.
- * PERF: rows of the bias are loaded as vectors and transposed. Zen 5, D 128: AVX-512 51 -> 68, AVX2
- * 64 -> 75 % of the FMA peak. */
+ * [first, last); 0 beyond the panel. Each row has its own biases. ahead: as above.
+ * PERF: rows of the bias are loaded as vectors and transposed. Zen 5, D 128, share of the FMA peak:
+ * AVX-512 51 -> 68 %, AVX2 64 -> 75. */
 RA__ISA_NOINLINE void RA__NAME(load_bias)(const ra__panel *panel, const ra__keys *keys,
                                           int32_t row, int32_t first, int32_t last, float *to,
                                           int32_t step, int64_t ahead) {
@@ -3177,8 +3178,8 @@ RA__ISA_NOINLINE void RA__NAME(load_bias)(const ra__panel *panel, const ra__keys
     }
 }
 
-/* Products c [ni][RA__SLAB] of the keys from key j on become scores, modified and masked, in s,
- * and their maximum is found. s holds biases that are not the same for all rows. */
+/* Products c [ni][RA__SLAB] of the keys from key j on become scores in s, modified and masked, and
+ * raise the maximum. If each row has its own biases, s holds them first. */
 RA__ISA_NOINLINE void RA__NAME(adjust_tile)(RA__NAME(strip) *strip, const float *c, int32_t j,
                                             int32_t ni) {
     const ra__rows *geo = strip->panel->geo;
@@ -3301,7 +3302,7 @@ RA__ISA_NOINLINE void RA__NAME(scores)(RA__NAME(strip) *strip, int32_t k_dim) {
     else RA__NAME(score_tiles)(strip, k_dim, 8, 1);
 }
 
-/* The biases of a strip: those of all rows in key_bias, others in s. */
+/* Loads the biases of a strip: to key_bias if all rows share them, otherwise to s. */
 RA__ISA_STATIC void RA__NAME(strip_bias)(RA__NAME(strip) *strip) {
     const ra__score *score = &strip->panel->score;
     for (int32_t t = 0; t < strip->nt && score->bias_row_stride; t++)
@@ -3402,9 +3403,9 @@ RA__ISA_STATIC void RA__NAME(weigh_stored)(RA__NAME(strip) *strip, const ra_desc
 
 /* Computes p of the block and updates m and l. Scores become p in registers, except where a row
  * needs a maximum, under a softcap, and in tiles of one key or vector.
- * PERF: a softcap is a long chain: it runs on its own, then the exponentials.
- * PERF: in a pass over the block -> in registers. Zen 5, AVX-512, D 64, 4 heads, 1024 tokens: ALiBi
- * 6.4 -> 5.8, bias per key 5.5 -> 5.0, full bias 6.8 -> 6.2 ms. */
+ * PERF: softcaps are long chains of operations, so they all come before the exponentials.
+ * PERF: in a separate pass over the block -> in registers. Zen 5, AVX-512, D 64, 4 heads, 1024
+ * tokens: ALiBi 6.4 -> 5.8, bias per key 5.5 -> 5.0, full bias 6.8 -> 6.2 ms. */
 RA__ISA_STATIC void RA__NAME(softmax)(RA__NAME(strip) *strip, const ra_desc *d) {
     const int32_t n = strip->last - strip->first;
     const int32_t tiles = n % (strip->nt == RA__VECTORS ? RA__TILE_HEIGHT : 4) % 4 == 0;
@@ -3484,7 +3485,7 @@ RA__ISA_NOINLINE void RA__NAME(values_dirty)(RA__NAME(strip) *strip, int32_t v_d
         }
 }
 
-/* Vectors to work on in a slab that has `rows` rows, or more than a slab. */
+/* How many vectors the next strip has if `rows` rows are left. */
 RA__ISA_INLINE int32_t RA__NAME(vectors_of)(int32_t rows) {
     if (rows <= RA__WIDTH) return 1;
     return RA__VECTORS > 2 && rows <= RA__WIDTH * (RA__VECTORS / 2) ? RA__VECTORS / 2 : RA__VECTORS;
@@ -3554,9 +3555,9 @@ RA__ISA_STATIC void RA__NAME(fold)(const ra__panel *panel, const ra__keys *keys,
     }
 }
 
-/* rows x dim elements, rows `stride` bytes apart, to packed f32 rows of dim floats.
- * PERF: prefetches 10 rows ahead, for rows that are far apart. Zen 5, 8 heads of 128 side by side,
- * f32 backward: 86.9 -> 88.2 % of the FMA peak. */
+/* Converts rows x dim elements, rows `stride` bytes apart, to packed f32 rows of dim floats.
+ * PERF: prefetches 10 rows ahead, for rows that are far apart. Zen 5, 8 adjacent heads of D 128,
+ * f32 backward, share of the FMA peak: 86.9 -> 88.2 %. */
 RA__ISA_STATIC void RA__NAME(widen)(float *dst, const void *src, int64_t stride, int32_t dtype,
                                     int32_t rows, int32_t dim) {
     int32_t bytes = dim * (dtype == RA_F32 ? 4 : 2);
@@ -3720,7 +3721,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_copy)(float *to, const uint8_t *row, int64
     }
 }
 
-/* Lane i: the sum over the lanes of v[i]. */
+/* Returns in lane i the sum over the lanes of v[i]. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(sums)(const RA__FLOATS *v) {
     RA__FLOATS part[RA__WIDTH / 4];
     RA__UNROLL for (int32_t i = 0; i < RA__WIDTH / 4; i++) part[i] = RA__NAME(sums_4)(v + 4 * i);
@@ -3761,7 +3762,7 @@ RA__ISA_INLINE void RA__NAME(decode_dots)(const ra__decode_rows *rows, const ra_
             ra__stream_prefetch(keys->streams, (RA__DECODE_TILE_KEYS * bytes + 127) / 128);
     }
     if (d < dim) {
-        RA__FLOATS k[RA__DECODE_TILE_KEYS][2]; /* not that above, which stays in registers */
+        RA__FLOATS k[RA__DECODE_TILE_KEYS][2]; /* not the k above, which stays in registers */
         for (int32_t i = 0; i < RA__DECODE_TILE_KEYS; i++)
             RA__NAME(load_last_chunk)(k[i], row[i], d, dim, dtype);
         RA__NAME(decode_products)(c, k, rows->q + 4 * d);
@@ -3770,7 +3771,7 @@ RA__ISA_INLINE void RA__NAME(decode_dots)(const ra__decode_rows *rows, const ra_
         RA__NAME(store)(s + 4 * j + i, RA__NAME(sums)(c + i));
 }
 
-/* sums_4 of row 0 and the keys at row[0 .. 3], by the same chains as in decode_dots. */
+/* sums_4 of the products of row 0 and the keys at row[0 .. 3], in the chains of decode_dots. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(decode_row_dots)(const ra__decode_rows *rows,
                                                     const uint8_t *const *row, int32_t dtype) {
     const int32_t dim = rows->d->k_dim;
@@ -3848,9 +3849,9 @@ RA__ISA_NOINLINE void RA__NAME(decode_scores_as)(const ra__decode_rows *rows, in
 }
 
 /* The same for all dtypes.
- * PERF: code for q8_0 too gained 7 % with 4 rows and 40 % with one (Zen 4, AVX-512 without VNNI),
- * for some 7 KB of text per instruction set. SCALAR converts f16 and q8_0 1.2 to 1.5 times as fast
- * in whole rows as in chunks. */
+ * PERF: separate code for q8_0 would gain 7 % with 4 rows and 40 % with one (Zen 4, AVX-512 without
+ * VNNI), but takes about 7 KB per instruction set. SCALAR converts f16 and q8_0 1.2 to 1.5 times as
+ * fast in whole rows as in chunks. */
 RA__ISA_NOINLINE void RA__NAME(decode_scores)(const ra__decode_rows *rows, int32_t n,
                                               const ra__decode_keys *keys, float *s) {
     const int32_t dim = rows->d->k_dim, dtype = rows->d->k_dtype, step = rows->one_row ? 1 : 4;
@@ -3873,8 +3874,8 @@ RA__ISA_NOINLINE void RA__NAME(decode_scores)(const ra__decode_rows *rows, int32
         }
 }
 
-/* Bias of row r and the keys; 0: all of it is 0, and nothing is written.
- * PERF: masks are 0 nearly everywhere, and heads share them. */
+/* Writes the bias of row r and the keys; if all of it is 0, writes nothing and returns 0.
+ * PERF: biases that mask are 0 nearly everywhere, and heads share them. */
 RA__ISA_NOINLINE int32_t RA__NAME(decode_bias)(const ra__decode_rows *rows,
                                                const ra__decode_keys *keys, int32_t r,
                                                float *bias) {
@@ -3894,8 +3895,8 @@ RA__ISA_NOINLINE int32_t RA__NAME(decode_bias)(const ra__decode_rows *rows,
     return 1;
 }
 
-/* bias [key][4 rows], which comes as zeros. Returns 0 if it still is, and nothing else modifies the
- * scores of a four. */
+/* Sets bias [key][4 rows], which is 0 before. Returns 0 if it still is and nothing else modifies
+ * the scores of a four. */
 RA__ISA_NOINLINE int32_t RA__NAME(decode_biases)(const ra__decode_rows *rows,
                                                  const ra__decode_keys *keys, float *bias) {
     int32_t some = 0, any = 0;
@@ -3960,7 +3961,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_adjust)(const ra__decode_rows *rows,
         if (!(keys->seen >> (rows->one_row ? 4 * i : i) & 1)) s[i] = ra__neg_inf();
 }
 
-/* Floats from a chunk of a row to the next. */
+/* Floats from a chunk of a row to its next. */
 RA__ISA_INLINE int32_t RA__NAME(decode_step)(const ra__decode_rows *rows) {
     return rows->one_row ? RA__CHUNK : 4 * RA__CHUNK;
 }
@@ -4027,7 +4028,7 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(decode_exp)(const ra__decode_rows *rows, floa
     return sum;
 }
 
-/* s [n] of fours becomes p, which is added to block_l. */
+/* s [n] of a four becomes p, which is added to block_l. */
 RA__ISA_INLINE void RA__NAME(decode_weigh)(ra__decode_rows *rows, float *s, int32_t n) {
     const RA__FLOATS sum = RA__NAME(decode_exp)(rows, s, n, RA__NAME(load)(rows->block_l));
     RA__NAME(store)(rows->block_l, sum);
@@ -4219,7 +4220,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_values_as)(const ra__decode_rows *rows, in
     }
 }
 
-/* The same for all dtypes. A piece goes on with the sums of the one before. */
+/* The same for all dtypes. Each piece of converted keys continues the sums of the one before. */
 RA__ISA_NOINLINE void RA__NAME(decode_values)(const ra__decode_rows *rows, int32_t n,
                                               const ra__decode_keys *keys, const float *p) {
     const int32_t dim = rows->d->v_dim, dtype = rows->d->v_dtype, step = rows->one_row ? 1 : 4;
@@ -4284,8 +4285,8 @@ RA__ISA_INLINE int32_t RA__NAME(decode_ready)(ra__decode_rows *rows, const float
     return RA__NAME(decode_max_holds)(rows, s, n * nr) ? n : unit;
 }
 
-/* Adds keys with scores s to the sums of up to 4 rows. A maximum rises for one unit of keys. Units
- * depend neither on how keys are cut into calls nor on other rows, so the bits do not either. */
+/* Adds keys with scores s to the sums of up to 4 rows. A maximum rises for one unit of keys. Units,
+ * and so the bits, depend neither on how keys are cut into calls nor on other rows. */
 RA__ISA_NOINLINE void RA__NAME(decode_fold_scores)(ra__decode_rows *rows,
                                                    const ra__decode_keys *keys, float *s) {
     const int32_t nr = rows->one_row ? 1 : 4;
@@ -4372,7 +4373,7 @@ RA__ISA_STATIC void RA__NAME(decode_fold_heads)(ra__decode_rows *rows, const ra_
     float s[RA__DECODE_HEADS * RA__DECODE_LINE];
     ra__decode_keys y = *keys;
     int32_t first = 0;                 /* of the heads with weights */
-    int32_t ready[RA__DECODE_HEADS];   /* a loop of its own: both have long chains, and overlap */
+    int32_t ready[RA__DECODE_HEADS];   /* separate loops: the long chains of heads overlap */
     RA__NAME(decode_scores)(rows, n, keys, s);
     for (int32_t h = 0; h < n; h++) {
         float *own = s + h * RA__DECODE_LINE;
@@ -4449,7 +4450,7 @@ RA__ISA_INLINE void RA__NAME(decode_near_values)(const ra__decode_rows *rows, co
     }
 }
 
-/* Keys at k and v, whose maximum would rise. */
+/* Adds the unit of keys at k and v, for which a maximum must rise. */
 RA__ISA_NOINLINE void RA__NAME(decode_near_rise)(ra__decode_rows *rows, const ra__decode_keys *keys,
                                                  const uint8_t *k, const uint8_t *v, float *s) {
     ra__decode_keys y = *keys;
@@ -4489,7 +4490,7 @@ RA__ISA_INLINE int32_t RA__NAME(decode_near_weigh)(ra__decode_rows *rows, float 
 }
 
 /* Scores of a unit come before the values of the unit before, so that the processor always has
- * products to do beside sums of lanes and exponentials. mods: null, or what modifies scores. */
+ * products beside the sums of lanes and the exponentials. mods: null, or what modifies scores. */
 RA__ISA_INLINE void RA__NAME(decode_near_as)(ra__decode_rows *rows, const ra__decode_keys *keys,
                                              int32_t n, const ra__near_scores *mods, int32_t dtype,
                                              int32_t slow) {
@@ -4940,7 +4941,7 @@ RA__ISA_STATIC int32_t RA__NAME(pack_rows)(float *dst, const ra__source *s, int3
 RA__ISA_STATIC void RA__NAME(load_back)(ra__back_panel *panel, const ra__source *q,
                                         const ra__source *g) {
     ra__panel as_q = panel->fwd;
-    /* PERF: Zen 5, 2048 tokens, D 64: 88 -> 89 % of the FMA peak. */
+    /* PERF: all rows are prefetched first. Zen 5, 2048 tokens, D 64: 88 -> 89 % of the FMA peak. */
     for (int32_t row = 0; row < panel->fwd.rows; row++) {
         ra__prefetch((uintptr_t)(q->data + row * q->stride), q->dim * (q->dtype == RA_F32 ? 4 : 2));
         ra__prefetch((uintptr_t)(g->data + row * g->stride), g->dim * (g->dtype == RA_F32 ? 4 : 2));
@@ -12059,9 +12060,9 @@ static int ra__back_sink_some(const ra__back *b, int32_t head, ra__back_scratch 
 }
 
 /* ========================================================================== LOCAL
-  * One call on one rank: its checks, and attention by tasks that the threads (ith of nth) share.
-  * In: a descriptor and tensors. Out: O and LSE. It needs neither plan nor ring and allocates
-  * nothing. */
+ * One call on one rank: its checks, and attention by tasks that the threads (ith of nth) share.
+ * In: a descriptor and tensors. Out: O and LSE. It needs neither plan nor ring and allocates
+ * nothing. */
 
 /* A call on one rank as one thread sees it. */
 typedef struct ra__local {
