@@ -7112,13 +7112,13 @@ static const ra__kernel ra__kernel_bf16 = {
  * which have one maximum; lane 4 l + i of a vector belongs to key 4 i + l of the unit. A matrix of
  * 4 x 4 lanes is then transposed between [row][16 keys] and [key][4 rows] without crossing lanes.
  *
- * Scores: q of a row is unit (256 a + b), where a and b are signed bytes. A step is 8 dims of 8
+ * Scores: q of a row is quantum (256 a + b), where a and b are signed bytes. A step is 8 dims of 8
  * keys; digits of q are broadcast. K comes in as k + 128, because one side is unsigned. A key
  * has two lanes, for dims 0 to 3 and 4 to 7 of each 8, until 32 dims are added. Their sum, less 128
  * times the sum of the digits, is an exact integer, which is multiplied by the scale of K.
- * Values: p times the scale of a block of V is unit (256 a + b), where a and b are unsigned bytes.
- * The unit is a power of two: 2^-15 of that of the largest weight of the row's 16 keys. A step is 4
- * keys of 16 dims. Keys with negative scales come in a second pass, with the opposite sign.
+ * Values: p times the scale of a block of V is quantum (256 a + b), where a and b are unsigned
+ * bytes. The quantum is 2^-15 of the power of two of the row's largest weight. A step is 4 keys of
+ * 16 dims. Keys with negative scales come in a second pass, with the opposite sign.
  *
  * Error: q is off by at most 2^-16 of the largest magnitude of its row, and a weight by 2^-16 of
  * the largest of 16 keys. Elements of K and V are off by up to 2^-8 of the largest of their block.
@@ -7159,13 +7159,13 @@ enum { RA__Q8_TINY = 27 << 23 };       /* 2^-100 as bits of f32 */
 typedef struct ra__q8_queries {
     int8_t digit[4][2][32];            /* of each row: b, a */
     int32_t start[4];                  /* -128 times the sum of 256 a + b */
-    float unit[4];                     /* times the factor of scores */
+    float quantum[4];                  /* times the factor of scores */
 } ra__q8_queries;
 
 /* Weights of 16 keys for RA__Q8_BLOCKS blocks of V. */
 typedef struct ra__q8_weights {
     uint8_t digit[RA__Q8_BLOCKS][2][64]; /* per block and 8 keys: [row][digit][8 keys] */
-    float unit[4 * RA__Q8_BLOCKS];     /* [block][row] */
+    float quantum[4 * RA__Q8_BLOCKS];  /* [block][row] */
 } ra__q8_weights;
 
 /* Rows of 16 keys of K or V. If all exist, four[i] is that of key 4 i; otherwise row[i] is that of
@@ -7327,7 +7327,7 @@ RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decod
             if (streams && b % 2) ra__q8_prefetch(at_line, 4, 1); /* 2 blocks: 17 lines */
         }
         RA__UNROLL for (int32_t r = 0; r < 4; r++)
-            sum[r] = _mm512_mul_ps(sum[r], _mm512_set1_ps(first->unit[r]));
+            sum[r] = _mm512_mul_ps(sum[r], _mm512_set1_ps(first->quantum[r]));
         ra__q8_transpose(sum);
         RA__UNROLL for (int32_t i = 0; i < 4; i++) _mm512_storeu_ps(s + 16 * i, sum[i]);
     }
@@ -7379,9 +7379,9 @@ typedef struct ra__q8_work {
 } ra__q8_work;
 
 /* Weights of unit g: p [16 keys][4 rows] times the scales of V, of keys whose scale has this sign
- * and which the row sees. Returns 1 if some scale has the other sign. The unit is a power of two,
- * 2^-15 of that of the largest weight; 2^23 units added leave the number of units in the low bits.
- * NaN is the largest of all integers here, so that the unit becomes NaN. */
+ * and which the row sees. Returns 1 if some scale has the other sign. The quantum is a power of
+ * two, 2^-15 of that of the largest weight. Adding 2^23 quanta leaves the number of quanta in the
+ * low bits. NaN is the largest of all integers here, so that the quantum becomes NaN. */
 RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float *p,
                                    int32_t negative, const int32_t whole) {
     const int64_t at = RA__Q8_KEYS * g * x->rows.stride;
@@ -7393,7 +7393,7 @@ RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float 
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 64, 1, 65, 4, 68, 5, 69, 8, 72, 9, 73, 12, 76, 13,
                                              77), _mm512_set1_epi32(0x01010101)),
         _mm512_set1_epi32(0x30201000));
-    __m512i w[RA__Q8_BLOCKS][4], top[RA__Q8_BLOCKS], unit;
+    __m512i w[RA__Q8_BLOCKS][4], top[RA__Q8_BLOCKS], quantum;
     __m512 scale[RA__Q8_BLOCKS][4];
     int32_t other = 0, masked = negative || !whole;
     masked |= ra__q8_spread(scale, &x->rows, at, x->blocks, whole);
@@ -7411,16 +7411,16 @@ RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float 
             top[b] = i ? _mm512_max_epi32(top[b], w[b][i]) : w[b][i];
         }
     }
-    unit = ra__q8_tops_of_halves(ra__q8_tops_of_halves(top[0], top[1]),
-                                 ra__q8_tops_of_halves(top[2], top[3]));
-    top[0] = _mm512_max_epi32(unit, _mm512_set1_epi32(RA__Q8_TINY));
-    unit = _mm512_and_si512(top[0], infinity);
-    top[1] = _mm512_add_epi32(unit, _mm512_set1_epi32(8 << 23));
-    unit = _mm512_sub_epi32(unit, _mm512_set1_epi32(15 << 23));
-    if (negative) unit = _mm512_or_si512(unit, _mm512_set1_epi32(INT32_MIN));
-    unit = _mm512_mask_mov_epi32(unit, _mm512_cmpge_epi32_mask(top[0], infinity),
-                                 _mm512_set1_epi32(0x7fc00000));
-    _mm512_storeu_si512(to->unit, unit);
+    quantum = ra__q8_tops_of_halves(ra__q8_tops_of_halves(top[0], top[1]),
+                                    ra__q8_tops_of_halves(top[2], top[3]));
+    top[0] = _mm512_max_epi32(quantum, _mm512_set1_epi32(RA__Q8_TINY));
+    quantum = _mm512_and_si512(top[0], infinity);
+    top[1] = _mm512_add_epi32(quantum, _mm512_set1_epi32(8 << 23));
+    quantum = _mm512_sub_epi32(quantum, _mm512_set1_epi32(15 << 23));
+    if (negative) quantum = _mm512_or_si512(quantum, _mm512_set1_epi32(INT32_MIN));
+    quantum = _mm512_mask_mov_epi32(quantum, _mm512_cmpge_epi32_mask(top[0], infinity),
+                                    _mm512_set1_epi32(0x7fc00000));
+    _mm512_storeu_si512(to->quantum, quantum);
     RA__UNROLL for (int32_t b = 0; b < RA__Q8_BLOCKS; b++) {
         const __m512i bias = _mm512_permutexvar_epi32(
             _mm512_add_epi32(lanes, _mm512_set1_epi32(4 * b)), top[1]);
@@ -7449,7 +7449,7 @@ RA__Q8_INLINE void ra__q8_load_values(__m512i *v, const ra__q8_rows *x, int64_t 
 }
 
 /* c[0], c[1] += digits times v, for a row and 32 dims. */
-RA__Q8_INLINE void ra__q8_add(__m512 *c, const uint8_t (*digit)[64], int32_t r, float unit,
+RA__Q8_INLINE void ra__q8_add(__m512 *c, const uint8_t (*digit)[64], int32_t r, float quantum,
                               const __m512i *v) {
     __m512i z[2][2];
     RA__UNROLL for (int32_t i = 0; i < 4; i++) z[i / 2][i % 2] = _mm512_setzero_si512();
@@ -7464,7 +7464,7 @@ RA__Q8_INLINE void ra__q8_add(__m512 *c, const uint8_t (*digit)[64], int32_t r, 
     RA__UNROLL for (int32_t t = 0; t < 2; t++)
         c[t] = _mm512_fmadd_ps(
             _mm512_cvtepi32_ps(_mm512_add_epi32(z[0][t], _mm512_slli_epi32(z[1][t], 8))),
-            _mm512_set1_ps(unit), c[t]);
+            _mm512_set1_ps(quantum), c[t]);
 }
 
 /* Adds block b of units [g, end). */
@@ -7489,7 +7489,7 @@ RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, 
         ra__q8_advance(at_line, x->streams, 4);
         RA__UNROLL for (int32_t i = 0; i < 8; i++) v[i] = next[i];
         RA__UNROLL for (int32_t r = 0; r < 4; r++) {
-            if (r < n) ra__q8_add(c[r], w->digit[b], r, w->unit[4 * b + r], v);
+            if (r < n) ra__q8_add(c[r], w->digit[b], r, w->quantum[4 * b + r], v);
             ra__q8_load_values(next, &x->rows, at, r, where, whole);
             if (x->streams) ra__q8_prefetch(at_line, r, 1);
         }
@@ -7610,14 +7610,14 @@ RA__Q8_INLINE void ra__q8_digits(ra__q8_queries *q, int32_t r, const float *x, f
     for (int32_t i = 0; i < 4; i++) q->start[r] -= sums[i] + 256 * sums[4 + i];
 }
 
-/* Row r of q in digits. A row with a NaN or an infinity has NaN for its unit. */
+/* Row r of q in digits. A row with a NaN or an infinity has NaN for its quantum. */
 RA__Q8_STATIC void ra__decode_load_q8(ra__decode_rows *rows, int32_t r, const void *src,
                                       float factor) {
     const int32_t dim = rows->d->k_dim, dtype = rows->d->q_dtype, size = dtype == RA_F32 ? 4 : 2;
     const uint8_t *from = (const uint8_t *)src;
     ra__q8_queries *q = (ra__q8_queries *)(void *)rows->q;
     __m512i most = _mm512_setzero_si512();
-    float x[32], top, turns = 0.0f, unit = 0.0f;
+    float x[32], top, turns = 0.0f, quantum = 0.0f;
     int32_t bits;
     for (int32_t d = 0; d < dim; d += 32) {
         ra__read_row_avx512(x, from + (int64_t)d * size, dtype, 32);
@@ -7627,16 +7627,16 @@ RA__Q8_STATIC void ra__decode_load_q8(ra__decode_rows *rows, int32_t r, const vo
     }
     bits = _mm512_reduce_max_epi32(most);
     memcpy(&top, &bits, sizeof top);
-    if (!ra__is_finite(top)) unit = top - top;
+    if (!ra__is_finite(top)) quantum = top - top;
     else if (bits > RA__Q8_TINY) {
         turns = 32512.0f / top;
-        unit = top / 32512.0f * factor;
+        quantum = top / 32512.0f * factor;
     }
     for (int32_t d = 0; d < dim; d += 32, q++) {
         memset(x, 0, sizeof x);
         if (turns > 0.0f) ra__read_row_avx512(x, from + (int64_t)d * size, dtype, 32);
         ra__q8_digits(q, r, x, turns);
-        q->unit[r] = unit;
+        q->quantum[r] = quantum;
     }
 }
 
