@@ -5018,8 +5018,8 @@ static const ra__kernel RA__NAME(kernel) = {
 #define RA__BODY
 
 /* ========================================================================== SCALAR
- * For every processor: vectors of four floats as the compiler's extension, which become SSE2, NEON
- * or plain scalars. Comments on operations hold for the other instruction sets too. */
+ * For every processor, by the compiler's own vectors of four floats, which become SSE2, NEON or
+ * plain scalars. The comments on operations hold for the other instruction sets too. */
 #define RA__NAME(name)         ra__##name##_scalar
 #define RA__ISA                RA_ISA_SCALAR
 #define RA__ISA_STATIC         RA__UNUSED static
@@ -5060,7 +5060,7 @@ RA__ISA_INLINE ra__v4i ra__load_int_scalar(const int32_t *p) {
     return v;
 }
 RA__ISA_INLINE void ra__store_scalar(float *p, ra__v4f v) { memcpy(p, &v, sizeof v); }
-/* Only n lanes are in memory; the others are 0. */
+/* Loads n lanes; the others are 0. */
 RA__ISA_INLINE ra__v4f ra__load_n_scalar(const float *p, int32_t n) {
     ra__v4f v = {0.0f, 0.0f, 0.0f, 0.0f};
     memcpy(&v, p, (size_t)n * sizeof *p);
@@ -5077,8 +5077,8 @@ RA__ISA_INLINE ra__v4f ra__hold_scalar(ra__v4f v) {
 #endif
     return v;
 }
-/* a b + c, not fused on any x86. hold: clang 14 with -ffast-math -mfma would fuse in spite of the
- * pragmas. */
+/* a b + c, not fused on any x86. Without hold, clang 14 with -ffast-math -mfma would fuse it in
+ * spite of the pragmas. */
 RA__ISA_INLINE ra__v4f ra__fma_scalar(ra__v4f a, ra__v4f b, ra__v4f c) {
     return ra__hold_scalar(a * b) + c;
 }
@@ -5135,7 +5135,7 @@ RA__ISA_INLINE void ra__transpose_scalar(ra__v4f *v) {
 }
 /* Sum of the lanes. */
 RA__ISA_INLINE float ra__sum_scalar(ra__v4f v) { return (v[0] + v[2]) + (v[1] + v[3]); }
-/* Lane i: the sum of v[i]. */
+/* sums_4: lane i is the sum of v[i]; in wider vectors partial sums, which sums_join adds up. */
 RA__ISA_INLINE ra__v4f ra__sums_join_scalar(const ra__v4f *v) { return v[0]; }
 RA__ISA_INLINE ra__v4f ra__sums_4_scalar(const ra__v4f *v) {
     ra__v4f s = {ra__sum_scalar(v[0]), ra__sum_scalar(v[1]), ra__sum_scalar(v[2]),
