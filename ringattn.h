@@ -5187,8 +5187,8 @@ RA__ISA_INLINE void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
  * AVX2, FMA, F16C: 16 registers of 8 lanes, tiles of 6 keys and 16 rows. */
 
 /* The instructions of a kernel, whatever the program is compiled for.
- * PERF: gcc's tuning for one processor costs. gcc 12, -march=native (znver3) on a Zen 4, decoding
- * f32 over 1024 keys, 8/2 heads, D 64: 39 us as here, 46 us tuned. */
+ * PERF: tuning for one processor is not used. gcc 12, -march=native (znver3) on a Zen 4, decoding
+ * f32 over 1024 keys, 8/2 heads, D 64, tuned -> not: 46 -> 39 us. */
 #if defined(__clang__)
 #define RA__INSTRUCTIONS(list) __attribute__((target(list)))
 #else
@@ -5267,7 +5267,7 @@ RA__ISA_INLINE __m256 ra__exp2_avx2(__m256 x) {
         p = _mm256_fmadd_ps(p, f, ra__set_avx2(ra__exp2_near[i]));
     return p * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(n), 23));
 }
-/* Pairs of elements, then fours, then halves of vectors. */
+/* By single elements, then by two, then by halves of vectors. */
 RA__ISA_INLINE void ra__transpose_avx2(__m256 *v) {
     __m256 a[8];
     RA__UNROLL for (int32_t i = 0; i < 8; i += 2) {
@@ -5423,7 +5423,7 @@ RA__ISA_INLINE void ra__merge_row_avx512(float *o, const float *o2, const double
     }
     ra__merge_row(o + i, o2 + i, w, dim - i);
 }
-/* Pairs of elements, then fours, then quarters of vectors twice. */
+/* By single elements, then by two, then twice by quarters of vectors. */
 RA__ISA_INLINE void ra__transpose_avx512(__m512 *v) {
     __m512 a[16];
     RA__UNROLL for (int32_t i = 0; i < 16; i += 2) {
@@ -5453,7 +5453,7 @@ RA__ISA_INLINE float ra__sum_avx512(__m512 v) {
     a = a + _mm_movehl_ps(a, a);
     return _mm_cvtss_f32(a + _mm_shuffle_ps(a, a, 1));
 }
-/* Lane 4 i + j: the sum over the 128 bits i of v[j]. */
+/* Lane 4 i + j is the sum of v[j] over its 128 bits i. */
 RA__ISA_INLINE __m512 ra__sums_4_avx512(const __m512 *v) {
     __m512 a = _mm512_unpacklo_ps(v[0], v[1]) + _mm512_unpackhi_ps(v[0], v[1]);
     __m512 b = _mm512_unpacklo_ps(v[2], v[3]) + _mm512_unpackhi_ps(v[2], v[3]);
