@@ -5503,9 +5503,9 @@ RA__ISA_INLINE void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
 RA__OPTIMIZE_BEGIN("tree-vrp")
 
 /* ========================================================================== AVX512 BF16
- * The tile body for q, k and v of bf16. Its products are vdpbf16ps: c += a1 b1, then c += a0 b0,
- * where a and b are pairs of bf16; each step is rounded to f32, and denormals count as zero. Panels
- * are laid out as in KERNEL, except that a lane of q and p holds a pair:
+ * The tile body for q, k and v of bf16. Here and in AMX a pair is two bf16 in one lane. Products of
+ * pairs a and b are vdpbf16ps: c += a1 b1, then c += a0 b0. Each step is rounded to f32, and
+ * denormals count as zero. Panels are laid out as in KERNEL, except that q and p have pairs:
  *   q    [Dk / 2][64 rows]  pairs of dims, multiplied by pairs of dims of K, broadcast
  *   p    [32][64 rows]      pairs of keys, multiplied by pairs of keys of V, broadcast
  *   acc  [Dv][64 rows]      f32
@@ -5520,13 +5520,13 @@ RA__OPTIMIZE_BEGIN("tree-vrp")
  * So p = 2^(s - m) may exceed 1. That is harmless, because softmax does not change under shifts and
  * bf16 has the exponents of f32. It allows scores to become p while the next scores are summed, and
  * acc to continue from key to key in one chain without rescaling. A row whose l exceeds 2^32 after
- * a block gets a new m, its sums are rescaled, and its part of the block is done again. The other
- * rows keep their bits. PERF: a maximum per block costs 2.5 % of the peak at D 64 and 1.5 % at D
- * 128 (Zen 5).
+ * a block gets a new m, its sums are rescaled, and its weights of the block are computed again. The
+ * other rows keep their bits. PERF: a maximum per block would cost 2.5 % of the peak at D 64 and
+ * 1.5 % at D 128 (Zen 5).
  *
  * p is rounded to nearest, and l sums the rounded values, so that numerator and denominator agree.
- * Q is not scaled in advance, because rounding q * scale would lose another half bit: the scale is
- * in the multiply-add before 2^x. */
+ * Q is not scaled in advance, because rounding q * scale would lose another half bit. The scale is
+ * part of the multiply-add before 2^x. */
 #define RA__BF_TARGET                                                                            \
     RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 #define RA__BF_STATIC RA__UNUSED RA__BF_TARGET static
@@ -5537,7 +5537,7 @@ RA__OPTIMIZE_BEGIN("tree-vrp")
 static const float ra__bf_exp2[4] = {0.999925219f, 0.69583354f, 0.226067155f, 0.0780245227f};
 static const float ra__bf_half_step = 0.00390625f;
 
-/* Rows [row, row + 16 vectors) of a panel against one block of keys. */
+/* Rows [row, row + 16 vectors) of a panel, and the block of keys that is folded into them. */
 typedef struct ra__bf_strip {
     const ra__panel *panel;
     const ra__keys *keys;
@@ -5564,8 +5564,7 @@ typedef struct ra__bf_strip {
 RA__BF_INLINE __m512 ra__bf_dot(__m512 c, __m512i a, __m512i b) {
     return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
 }
-/* Loads into a register and keeps it there. gcc 12 would otherwise load the operand again for each
- * use. */
+/* Loads a vector and keeps it in a register. gcc 12 would otherwise load it again for each use. */
 RA__BF_INLINE __m512i ra__bf_load(const float *p) {
     __m512i v = _mm512_loadu_si512(p);
     __asm__("" : "+v"(v));
@@ -5669,7 +5668,7 @@ RA__BF_INLINE void ra__bf_eight_dims(__m512 (*c)[4], const uint8_t *const *k, in
         RA__UNROLL for (int32_t t = 0; t < nt; t++) __asm__ volatile("" : "+v"(c[i][t]));
 }
 
-/* Tiles from and to memory with rows of 64 floats. */
+/* Loads and stores a tile. Its rows are 64 floats apart in memory. */
 RA__BF_INLINE void ra__bf_load_sums(__m512 (*c)[4], const float *from, const int32_t ni,
                                     const int32_t nt) {
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
@@ -5683,9 +5682,10 @@ RA__BF_INLINE void ra__bf_store_sums(float *to, __m512 (*c)[4], const int32_t ni
 }
 
 /* Loads the bias of the keys and rows of a strip into strip->bias.
- * PERF: prefetches that of the same rows and the next block, line by line beside the loads. That of
- * the next panel, beside the products -> this, forward with a bias per head, 8 heads, 1024 tokens:
- * D 64 9.4 -> 8.1, D 128 14.2 -> 13.7 ms; 4096 tokens, one head: 18.1 -> 15.3, 26.5 -> 24.1. */
+ * PERF: prefetches the bias of the same rows and the next block, line by line between the loads.
+ * Prefetching that of the next panel between products -> this, forward with a bias per head, 8
+ * heads, 1024 tokens: D 64 9.4 -> 8.1, D 128 14.2 -> 13.7 ms; 4096 tokens, one head: 18.1 -> 15.3,
+ * 26.5 -> 24.1. */
 RA__BF_STATIC void ra__bf_load_bias(const ra__bf_strip *strip) {
     const ra__score *score = &strip->panel->score;
     const int32_t last = strip->last < strip->keys->n ? strip->last : strip->keys->n;
@@ -5823,8 +5823,8 @@ RA__BF_INLINE void ra__bf_score_tiles(const ra__bf_strip *strip, const int32_t n
     for (int32_t n = 0; n < pieces; n++) ra__bf_piece(strip, j - ni + n / nt * 2, n % nt, 0);
 }
 
-/* store: writes all scores to strip->scores. Otherwise makes p and l of them, and keeps only the
- * last tiles. */
+/* store 1: writes all scores to strip->scores. store 0: turns them into p, sums l, and keeps only
+ * the last tiles of scores. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_strip *strip, int32_t store) {
     strip->slot_mask = store ? 63 : 15;
     if (strip->vectors == 4) ra__bf_score_tiles(strip, 4, 4);
@@ -5901,7 +5901,7 @@ RA__BF_STATIC void ra__bf_store_scores(ra__bf_strip *strip) {
     for (int32_t t = 0; t < strip->vectors; t++) ra__bf_finish_scores(strip, t);
 }
 
-/* p, m and l from stored scores. Rows in `over` get a new maximum. */
+/* Computes p, m and l from stored scores. Rows in `over` get a new maximum. */
 RA__BF_STATIC void ra__bf_pieces_from_scores(ra__bf_strip *strip, const __mmask16 over[4]) {
     for (int32_t t = 0; t < strip->vectors; t++) {
         ra__bf_raise_max(strip, t, over[t]);
@@ -5922,8 +5922,8 @@ RA__BF_INLINE int32_t ra__bf_past_limit(const ra__bf_strip *strip, __mmask16 ove
     return any;
 }
 
-/* p, m and l of the block. Scores are stored only where a maximum is needed: for rows without one,
- * and for rows whose l exceeds the limit. */
+/* Computes p, m and l of the block. Scores are stored only where a maximum is needed: for rows that
+ * have none, and for rows whose l exceeds the limit. */
 RA__BF_STATIC void ra__bf_softmax(ra__bf_strip *strip) {
     const int32_t kept = ra__bf_lacks_max(strip);
     __mmask16 over[4] = {0, 0, 0, 0};
@@ -5941,7 +5941,7 @@ RA__BF_STATIC void ra__bf_softmax(ra__bf_strip *strip) {
     ra__bf_pieces_from_scores(strip, over);
 }
 
-/* The end of the pairs of keys that the product with V takes. */
+/* The end of the pairs of keys in the product with V. */
 RA__BF_INLINE int32_t ra__bf_pairs_end(const ra__bf_strip *strip) {
     return ((strip->last < strip->keys->n ? strip->last : strip->keys->n) + 1) / 2;
 }
@@ -5983,8 +5983,8 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_values(const ra__bf_strip *strip) {
 }
 
 /* As ra__bf_values, for V with NaN or infinities that not every row sees. It adds key by key in the
- * order of vdpbf16ps, and a row takes only the products of keys that it sees. V holds `side` pairs
- * of keys next to one another per dim. */
+ * order of vdpbf16ps, and to a row only the products of keys that it sees. In V, `side` pairs of
+ * keys are adjacent per dim. */
 RA__BF_STATIC void ra__bf_values_dirty(const ra__bf_strip *strip, int32_t side) {
     const __m512i half = _mm512_set1_epi32((int32_t)0xffff0000u);
     for (int32_t d = 0; d < strip->v_dim; d++)
@@ -6040,8 +6040,8 @@ RA__BF_STATIC int32_t ra__bf_narrow(ra__bf_strip *strip, int32_t partial) {
 }
 
 /* Folds one block. If all rows see all keys, they form one strip. Otherwise there are strips of 32
- * rows, each with the keys that it sees, and a last one of 16: of a block on the diagonal three
- * quarters are computed. */
+ * rows, each with the keys that it sees, and perhaps a last one of 16. So only three quarters of a
+ * block on the diagonal are computed. */
 RA__BF_STATIC void ra__bf_fold_block(ra__bf_strip *strip, int32_t partial) {
     strip->row = 0;
     strip->masked = partial || strip->panel->rows <= 32 || strip->keys->n % 4;
@@ -6079,9 +6079,9 @@ RA__BF_STATIC void ra__fold_bf16(const ra__panel *panel, const ra__keys *keys, c
     }
 }
 
-/* Packs Q as pairs of dims. Missing rows are zero, and so are dims up to a multiple of 32. PERF:
- * prefetching all rows first: 64.3 -> 65.4 % of the peak at D 64, 71.5 -> 73 % at D 128 (Zen 5,
- * causal, 1024 tokens). */
+/* Packs Q as pairs of dims. Missing rows are zero, and so are dims up to a multiple of 32.
+ * PERF: all rows are prefetched first. Zen 5, causal, 1024 tokens, share of the peak: D 64
+ * 64.3 -> 65.4 %, D 128 71.5 -> 73. */
 RA__BF_STATIC void ra__load_q_bf16(const ra__panel *panel, const void *src, int64_t stride,
                                    int32_t dtype, int32_t dim) {
     const uint8_t *from = (const uint8_t *)src;
@@ -6103,7 +6103,7 @@ RA__BF_STATIC void ra__load_q_bf16(const ra__panel *panel, const void *src, int6
         }
 }
 
-/* Dims up to a multiple of 32 are zero. */
+/* Dims beyond the last, up to a multiple of 32, are zero. */
 RA__BF_STATIC void ra__load_acc_bf16(const ra__panel *panel, const float *src, int64_t stride,
                                      int32_t dim) {
     const int64_t more = ra__round_up(dim, 32) - dim;
@@ -6121,8 +6121,8 @@ RA__BF_STATIC void ra__sizes_bf16(ra__bytes *out, const ra_desc *d, int32_t shar
     out->v = lane / 2 * ra__round_up(d->v_dim, 16);
 }
 
-/* Pairs of two rows, of which `rows` exist: the elements in m, zeros elsewhere. Sets bits of bad
- * for NaN and infinities. */
+/* Returns the pairs of two rows, of which `rows` exist: the elements in m, zeros elsewhere. Sets
+ * bits of *bad for NaN and infinities. */
 RA__BF_INLINE __m512i ra__bf_pair_rows(const uint8_t *from, int64_t stride, int32_t rows,
                                        __mmask16 m, uint32_t *bad) {
     const __m256i e = _mm256_set1_epi16(0x7f80);
@@ -6136,9 +6136,10 @@ RA__BF_INLINE __m512i ra__bf_pair_rows(const uint8_t *from, int64_t stride, int3
 }
 
 /* Packs rows as pairs of keys [n / 2][dim rounded up to 16]. Returns 0 if there is a NaN or an
- * infinity: `top` is the largest magnitude as an integer. PERF: 32 dims at a time, not 16: 65.4 ->
- * 66.2 % of the peak at D 64, 73 -> 74 % at D 128 (Zen 5, causal, 1024 tokens). Rows 2 KB apart,
- * prefetched 8 rows ahead: 8 tokens over 32768 keys 15.1 -> 14.2 ms. */
+ * infinity: `top` is the largest magnitude as an integer.
+ * PERF: 16 -> 32 dims at a time. Zen 5, causal, 1024 tokens, share of the peak: D 64 65.4 -> 66.2
+ * %, D 128 73 -> 74. Prefetching 8 rows ahead, rows 2 KB apart, 8 tokens over 32768 keys: 15.1 ->
+ * 14.2 ms. */
 RA__BF_STATIC int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
                                     int32_t dim) {
     const __m512i index = _mm512_add_epi32(
@@ -6178,7 +6179,7 @@ RA__BF_STATIC void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *strid
     *stride = row;
 }
 
-/* Finds V in K if it is part of K. */
+/* Points V into K if it is part of K. */
 RA__BF_INLINE void ra__bf_find_v_in_k(ra__keys *keys, const ra_desc *d) {
     if (!d->v_in_k) return;
     keys->v = keys->k + 2 * (int64_t)d->v_column;
@@ -6201,15 +6202,14 @@ RA__BF_STATIC void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__
  *
  * Values. Lanes are dims, as in KERNEL. Keys come in units of 8: key j is paired with key j + 4,
  * so that two vectors of scores [4 keys][4 rows] become the pairs of p. The unpack instructions
- * leave dims of the two vectors of a chunk in alternate fours; ra__decode_store_bf16 puts
- * them in order.
+ * interleave the dims of a chunk's two vectors by 4; ra__decode_store_bf16 puts them in order.
  *
- * PERF: a block of 64 keys that all rows see is one call, and ends in acc; two fours read and pair
- * V once for both. Zen 4, 32/8 heads of D 128, 2048 keys, one thread, cycles per key and kv head: 2
- * tokens 110 -> 98, 4 tokens 218 -> 193. The 64 products per key of two fours take 64 cycles at
- * least. Scores take 42 in level 1 (their sums across lanes use the same units) and 45 from level
- * 2; values 37 (4 unpacks beside 32 products) and 45; 2^x 4; the rest 4. Prefetching V into level 1
- * makes values slower, 45 -> 65, because rows 2 KB apart share its sets. */
+ * PERF: a block of 64 keys that all rows see is one call, and its sums go to acc; two fours share
+ * the reading and pairing of V. Zen 4, 32/8 heads of D 128, 2048 keys, one thread, cycles per key
+ * and kv head: 2 tokens 110 -> 98, 4 tokens 218 -> 193. The 64 products per key of two fours take
+ * at least 64 cycles. Scores take 42 in L1 (their sums across lanes use the same execution units)
+ * and 45 from L2; values 37 (4 unpacks beside 32 products) and 45; 2^x 4; the rest 4. Prefetching V
+ * into L1 makes values slower, 45 -> 65, because rows 2 KB apart share its sets. */
 enum { RA__BF_DECODE_UNIT = 8 };       /* dims per step; keys per unit with one maximum */
 enum { RA__BF_DECODE_FOURS = 4 };      /* most fours of a call */
 
@@ -6217,7 +6217,7 @@ enum { RA__BF_DECODE_FOURS = 4 };      /* most fours of a call */
  * prefetch the rest; or one stream. */
 enum { RA__BF_ALL, RA__BF_HALF, RA__BF_ONE };
 
-/* Prefetches n lines of a stream into the level 1 cache. */
+/* Prefetches n lines of a stream into the L1 cache. */
 RA__BF_INLINE void ra__bf_decode_lines(ra__stream *a, const int32_t n) {
     ra__prefetch(a->at, 64 * n);
     a->at += 64 * (uintptr_t)n;
@@ -6225,8 +6225,8 @@ RA__BF_INLINE void ra__bf_decode_lines(ra__stream *a, const int32_t n) {
 }
 
 /* Prefetches n lines of each stream.
- * PERF: beside two fours on a Zen 5 requests need no pauses, and level 1 is better than level 2: 2
- * tokens over 32768 keys, 32/8 heads of D 128, 7.7 -> 5.0 ms, 4 tokens 11.1 -> 9.0; beside one four
+ * PERF: beside two fours on a Zen 5, requests need no pauses, and L1 is better than L2. 32768 keys,
+ * 32/8 heads of D 128: 2 tokens 7.7 -> 5.0 ms, 4 tokens 11.1 -> 9.0; but beside one four
  * 4.9 -> 5.3. */
 RA__BF_INLINE void ra__bf_decode_prefetch(ra__stream *a, const int32_t n, const int32_t nf) {
     if (nf < 2 || !a->level1) {
@@ -6237,7 +6237,7 @@ RA__BF_INLINE void ra__bf_decode_prefetch(ra__stream *a, const int32_t n, const 
     ra__bf_decode_lines(a + 1, n);
 }
 
-/* The 8 dims of a step, once per row. */
+/* Broadcasts the 8 dims of a step to the 4 rows. */
 RA__BF_INLINE __m512i ra__bf_decode_spread(const uint8_t *k) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)k));
 }
@@ -6307,9 +6307,9 @@ RA__BF_INLINE void ra__bf_decode_scores_of(const ra__decode_rows *rows,
 }
 
 /* The same of all keys, for up to 4 fours.
- * PERF: 8 keys for all fours before the next 8: K comes from level 2 once. With prefetching spread
- * over all fours, 32/8 heads of D 128, 32768 keys, one thread of a Zen 5: 4 tokens 9.1 -> 8.1 ms, 3
- * tokens 7.2 -> 6.8; [Hkv][T][D] 4 tokens 8.4 -> 7.7. */
+ * PERF: 8 keys for all fours before the next 8, so that K comes from L2 only once, and prefetching
+ * spread over all fours. Zen 5, one thread, 32/8 heads of D 128, 32768 keys: 4 tokens 9.1 -> 8.1
+ * ms, 3 tokens 7.2 -> 6.8; [Hkv][T][D] 4 tokens 8.4 -> 7.7. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_decode_scores(const ra__decode_rows *rows,
                                                      const ra__decode_keys *keys,
                                                      float (*s)[4 * RA_BLOCK_TOKENS], int32_t nf) {
@@ -6352,7 +6352,7 @@ RA__BF_INLINE __m512i ra__bf_decode_seen(const ra__decode_keys *keys, int32_t j,
     return _mm512_set1_epi32((int32_t)(low | high));
 }
 
-/* Pairs of two keys for 32 dims. Elements not in m are zero. */
+/* Pairs up 32 dims of the keys at a and b. Elements not in m are zero. */
 RA__BF_INLINE void ra__bf_decode_pair(__m512i *v, const uint8_t *a, const uint8_t *b,
                                       const uint32_t m) {
     const __m512i y = m == ~0u ? _mm512_loadu_si512(a) : _mm512_maskz_loadu_epi16(m, a);
@@ -6381,8 +6381,8 @@ RA__BF_INLINE void ra__bf_decode_product(const ra__decode_keys *keys, __m512 *c,
 }
 
 /* Adds p V to the sums of nf fours and nc chunks of 32 dims from d on: to those of the block or, if
- * the keys end it, to acc. nf nc 2 needs whole chunks, and whole units of keys that all rows
- * see. */
+ * the keys end it, to acc. If nf nc is 2, chunks must be whole, and units of keys too, and all rows
+ * must see the keys. */
 RA__BF_INLINE void ra__bf_decode_value_tile(const ra__decode_rows *rows,
                                             const ra__decode_keys *keys, const float *pairs,
                                             int32_t d, const int32_t nf, const int32_t nc) {
@@ -6421,7 +6421,7 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_decode_values(const ra__decode_rows *rows
     for (; d < dim; d += 32) ra__bf_decode_value_tile(rows, keys, pairs, d, 1, 1);
 }
 
-/* Of two fours, with whole units of keys that all rows see. V is read once for both. */
+/* The same for two fours, with whole units of keys that all rows see. V is read once for both. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_decode_values_2(const ra__decode_rows *rows,
                                                        const ra__decode_keys *keys,
                                                        const float *pairs) {
@@ -6459,8 +6459,8 @@ RA__BF_INLINE void ra__bf_decode_add(ra__decode_rows *rows, const ra__decode_key
     }
 }
 
-/* Adds units of n keys one by one, as long as scores exceed the limit of the maximum, which rises
- * as in KERNEL. The first key that is left. */
+/* Adds n keys unit by unit, as long as scores exceed the limit of the maximum, which rises as in
+ * KERNEL. Returns the first key that is left. */
 RA__BF_STATIC int32_t ra__bf_decode_rise(ra__decode_rows *rows, const ra__decode_keys *keys,
                                          float (*s)[4 * RA_BLOCK_TOKENS], int32_t n) {
     for (int32_t j = 0; j < n; j += RA__BF_DECODE_UNIT) {
@@ -6501,7 +6501,7 @@ RA__BF_STATIC void ra__decode_fold_bf16(ra__decode_rows *rows, const ra__decode_
         ra__bf_decode_scores(rows + i, keys + i, s, nf);
         memcpy(y, keys + i, (size_t)nf * sizeof *y);
         for (int32_t f = 0; f < nf; f++) y[f].prefetch = RA__BF_ALL;
-        if (nf > 2 && streams && streams->level1) {       /* two fours K, the others V */
+        if (nf > 2 && streams && streams->level1) {       /* two prefetch K, others V */
             for (int32_t f = 0; f < nf; f++) y[f].prefetch = RA__BF_ONE;
             y[2].streams = streams + 1;
         }
@@ -6510,7 +6510,7 @@ RA__BF_STATIC void ra__decode_fold_bf16(ra__decode_rows *rows, const ra__decode_
     }
 }
 
-/* Scores s of 8 keys from k on, by the same chains as in ra__bf_decode_dots. */
+/* Scores s of 8 keys from k on, in the chains of ra__bf_decode_dots. */
 RA__BF_INLINE void ra__bf_near_scores(const ra__decode_rows *rows, const uint8_t *k, int64_t stride,
                                       __m512 *s, ra__near_ahead *ahead) {
     const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -6558,7 +6558,7 @@ RA__BF_INLINE void ra__bf_near_values(const ra__decode_rows *rows, const uint8_t
     }
 }
 
-/* Keys at k and v, whose maximum would rise. */
+/* Adds the unit of keys at k and v, for which a maximum must rise. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_near_rise(ra__decode_rows *rows, const ra__decode_keys *keys,
                                                  const uint8_t *k, const uint8_t *v,
                                                  const __m512 *score) {
@@ -6664,13 +6664,13 @@ RA__BF_STATIC void ra__decode_store_bf16(const ra__decode_rows *rows, int32_t r,
  * multiplied by pairs of rows of dO and Q, [Dv or Dk / 64][32][64 columns]. dS is also stored as
  * pairs of keys [32][64 rows], for dQ^T. So nothing is transposed.
  *
- * Sums continue from block to block in one chain. Therefore dK and dV have the same bits however
- * many panels they take at a time; it is two. Modified scores go through f32 and the functions of
- * AVX-512. */
+ * Sums continue from block to block in one chain. So the bits of dK and dV do not depend on how
+ * many panels are added at a time, which is two. Modified scores go through f32 and the functions
+ * of AVX-512. */
 enum { RA__BF_SLOT = 2 * 64 * 64 };    /* numbers of P and dS of a block, which are adjacent */
 
-/* One panel against one block of keys. dP is made of dO and V as S is of Q and K; dQ^T of packed K
- * and dS as O^T is of packed V and p. */
+/* One panel and one block of keys. dP is computed from dO and V as S is from Q and K, and dQ^T from
+ * packed K and dS as O^T is from packed V and p. */
 typedef struct ra__bf_back {
     const ra__back_job *job;
     ra__panel d_o;                     /* its q is dO */
@@ -7048,8 +7048,8 @@ RA__BF_STATIC void ra__load_back_bf16(ra__back_panel *panel, const ra__source *q
     panel->clean &= ra__bf_pack_rows(panel->g_rows, &bf, panel->fwd.rows);
 }
 
-/* PERF: 16 rows at a time instead of single widened rows: all of backward 74 -> 77 % of the peak at
- * D 64, 75 -> 78 % at D 128 (Zen 5, 2048 tokens, 8 heads). */
+/* PERF: single widened rows -> 16 rows at a time. All of backward, Zen 5, 2048 tokens, 8 heads,
+ * share of the peak: D 64 74 -> 77 %, D 128 75 -> 78. */
 RA__BF_STATIC void ra__deltas_bf16(float *delta, const ra__source *o, const ra__source *g,
                                    int32_t rows) {
     if (o->dtype != RA_BF16) {
@@ -7123,10 +7123,10 @@ static const ra__kernel ra__kernel_bf16 = {
  * Error: q is off by at most 2^-16 of the largest magnitude of its row, and a weight by 2^-16 of
  * the largest of 16 keys. Elements of K and V are off by up to 2^-8 of the largest of their block.
  *
- * PERF: per key and 4 rows of D 128, 32 products and some 50 other vector operations. A row of
- * 34-byte blocks often crosses a line, which counts as two loads, and loads are scarce: two per
- * cycle. So a broadcast of q is of 8 dims. Weights of 64 keys are made before any of them is used,
- * because each takes long but leaves room for others. Zen 5, cycles per key
+ * PERF: a key and 4 rows of D 128 take 32 products and about 50 other vector operations. A row of
+ * 34-byte blocks often crosses a line, which counts as two loads, and only two loads issue per
+ * cycle. So q is broadcast 8 dims at a time. Weights of 64 keys are computed before any is used,
+ * because those of different keys overlap. Zen 5, cycles per key
  * that is in L1: 48 -> 37 (scores 18 -> 15, values 25 -> 19); over 32768 keys, 32/8 heads, one
  * thread 4.2 -> 3.4 ms, two 2.6 -> 2.1. Four chains of sums for values, and broadcasts of 8 dims
  * in place of 4: one thread 3.14 -> 3.02 ms, [Hkv][T][D] 3.03 -> 2.82; from L1 the broadcasts gain
@@ -7174,7 +7174,7 @@ typedef struct ra__q8_rows {
     const uint8_t *four[4], *row[RA__Q8_KEYS];
     int64_t stride;
 } ra__q8_rows;
-/* On to the next 16 keys, if all exist. */
+/* Advances to the next 16 keys, all of which exist. */
 RA__Q8_INLINE void ra__q8_next_rows(ra__q8_rows *x) {
     RA__UNROLL for (int32_t i = 0; i < 4; i++) x->four[i] += RA__Q8_KEYS * x->stride;
 }
@@ -7218,8 +7218,8 @@ RA__Q8_INLINE __m512i ra__q8_join(const uint8_t *a, const uint8_t *b) {
 
 /* Scales of two blocks of 16 keys, the first at `at`; both: there is a second one. Word i of
  * half[h] is of key 8 h + i and the first block, word 17 + i of the second. Each key is loaded from
- * where its scales come to their words, so that nothing has to be moved. Bytes that are masked need
- * not exist. */
+ * an address that puts its scales at their words, so that nothing has to be moved. Masked bytes
+ * need not exist. */
 RA__Q8_INLINE void ra__q8_scales(__m512i *half, const ra__q8_rows *x, int64_t at, int32_t both,
                                  const int32_t whole) {
     __mmask32 m = both ? 0x20001 : 1;
@@ -7234,7 +7234,8 @@ RA__Q8_INLINE void ra__q8_scales(__m512i *half, const ra__q8_rows *x, int64_t at
 }
 
 /* Loads 32 dims of 8 keys: x[2 i + h] gets dims 8 i to 8 i + 7 of keys 8 h to 8 h + 7 as unsigned
- * bytes. Pairs of lanes of both h are in the order of lanes. */
+ * bytes. A key has two adjacent lanes. Their sums, joined from both h, are in the order of
+ * lanes. */
 RA__Q8_INLINE void ra__q8_load_keys(__m512i *x, const ra__q8_rows *rows, int64_t at,
                                     const int32_t h, const int32_t whole) {
     const __m512i flip = _mm512_set1_epi8(-128);
@@ -7501,9 +7502,8 @@ RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, 
     }
 }
 
-/* Adds up to RA__Q8_BLOCKS blocks; p: [unit][16 keys][4 rows]. Weights of all units are made
- * first, because those of one take long but leave room for others. A unit with negative scales is
- * added alone, and twice. */
+/* Adds up to RA__Q8_BLOCKS blocks; p: [unit][16 keys][4 rows]. Weights of all units come first,
+ * because those of different units overlap. A unit with negative scales is added alone, twice. */
 RA__Q8_INLINE void ra__q8_add_blocks(const ra__q8_work *x, const float *p, const int32_t whole) {
     int32_t more = 0;
     for (int32_t g = 0; g < x->units; g++) more |= ra__q8_weigh(x, g, p, 0, whole) << g;
@@ -7557,8 +7557,8 @@ RA__Q8_INLINE void ra__q8_close(ra__decode_rows *rows) {
     rows->has_keys = 0;
 }
 
-/* Adds units of 16 keys from key j on, whose scores are in s, as long as maxima hold. Units have
- * one maximum, which rises before they are added. */
+/* Adds keys all at once if maxima hold, otherwise by a unit of 16 keys at a time. A maximum rises
+ * once per unit, before the unit is added. */
 RA__Q8_STATIC void ra__decode_fold_q8(ra__decode_rows *rows, const ra__decode_keys *keys,
                                       int32_t n) {
     const __m512 low = _mm512_set1_ps(ra__neg_inf());
