@@ -7669,9 +7669,9 @@ static const ra__kernel ra__kernel_q8 = {
  *   - vdpbf16ps and vcvtne2ps2pbh beside tile products cost a third, so l is summed from p by masks
  *     and additions.
  *
- * All tiles go through six operations. With RA__AMX_SOFT these are vector code on an array, and
- * tests run this room on any machine with AVX512 BF16. Without it they are inline assembly, because
- * gcc 12's _tile_loadconfig drops the stores to its operand and needs literal tile numbers. */
+ * All tiles go through six operations. With RA__AMX_SOFT these are vector code on an array, so that
+ * tests run on any machine with AVX512 BF16. Otherwise they are inline assembly, because gcc 12's
+ * _tile_loadconfig drops the stores to its operand and needs literal tile numbers. */
 #if defined(RA__AMX_SOFT)
 #define RA__AMX_TARGET RA__BF_TARGET
 #else
@@ -7735,8 +7735,8 @@ RA__AMX_STATIC void ra__tile_dot(ra__amx_state *amx, int32_t c) {
     }
 }
 #else
-/* Palette 1: eight tiles of 16 rows of 64 bytes. The tile state of the caller is lost, and
- * ra__tile_end leaves none behind. */
+/* Palette 1: eight tiles of 16 rows of 64 bytes. The caller's tile state is lost, and ra__tile_end
+ * releases the tiles. */
 RA__AMX_INLINE void ra__tile_begin(ra__amx_state *amx) {
     struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } c;
     (void)amx;
@@ -8120,7 +8120,7 @@ typedef struct ra__amx_back_state {
     int32_t count;
     ra__bf_back under_way[2];          /* job i is in under_way[i % 2] */
 } ra__amx_back_state;
-enum { RA__AMX_SLOTS = 4 };            /* P and dS of two pairs of panels: one written, one read */
+enum { RA__AMX_SLOTS = 4 };            /* P and dS of four panels: two are written, two read */
 
 /* Replaces every NaN by one without a payload, because rounding could lose the payload. */
 RA__AMX_INLINE __m512 ra__amx_plain_nan(__m512 x) {
