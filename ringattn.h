@@ -151,7 +151,7 @@
  *   pass      one forward or one backward computation of all ranks of a ring
  *   plan      the schedule of a rank for passes of one shape; it holds no tensors and no workspace
  *   ring      a rank's workspace, its transport and the pass in progress
- *   lane      a part of a sharded KV cache: every n-th group of 16 positions
+ *   lane      a part of a sharded KV cache: every n-th run of 16 positions
  *   world     ranks as threads of this process, with their transports
  *   group     the query heads that read one KV head
  *   task      inside: up to 256 rows of the heads of one group that one thread works on
@@ -1121,7 +1121,7 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
 /* ========================================================================== L2: sharded cache
  * Inference over a KV cache that is split along the sequence over ranks: prefill in chunks, decode,
  * verify drafts, roll back. The cache memory is yours: per layer K and V of [B][ra_cache_rows]
- * [Hkv][Dk or Dv] on each rank. Positions belong to lanes in groups of 16 (group i to lane i mod
+ * [Hkv][Dk or Dv] on each rank. Positions belong to lanes in runs of 16 (run i to lane i mod
  * lanes), and every rank holds a range of lanes, so shards stay balanced while sequences grow, and
  * no position ever changes its owner. A call says how many tokens of each sequence are cached and
  * how many are new. It plans and allocates nothing. To roll back, pass a smaller count. A
@@ -22929,7 +22929,7 @@ static ra__cache_portion ra__portion_at(const ra_cache *c, int32_t b, int64_t n)
     const int64_t parts = ra__ceil_div(c->d.kv_heads, heads);
     const int64_t end = c->cached[b] + c->fresh[b];
     ra__sees first, last;
-    int64_t step = c->portion_rows, group = n / parts;
+    int64_t step = c->portion_rows, index = n / parts;
     ra__cache_portion x;
     memset(&x, 0, sizeof x);
     x.b = b;
@@ -22939,14 +22939,14 @@ static ra__cache_portion ra__portion_at(const ra_cache *c, int32_t b, int64_t n)
     x.decode = ra__cache_decodes(c, b);
     x.head = (int32_t)(n % parts) * heads;
     if (x.decode) step = c->decode_tokens;
-    else group = ra__ceil_div(rows, step) - 1 - group;
+    else index = ra__ceil_div(rows, step) - 1 - index;
     if (c->slot[b] >= 0) {
         x.lane = c->keys.first + (int32_t)(n / ra__cache_spans(c, b));
         x.span = n % ra__cache_spans(c, b);
-        group = 0;
+        index = 0;
     }
     x.heads = (int32_t)ra__min(heads, c->d.kv_heads - x.head);
-    x.row = group * step;
+    x.row = index * step;
     x.rows = ra__min(step, rows - x.row);
     ra__mask_row(&c->d.mask, pos[x.row], end, &first);
     ra__mask_row(&c->d.mask, pos[x.row + x.rows - 1], end, &last);
