@@ -1740,7 +1740,7 @@ static void print_kinds(void) {
     for (int i = 0; i < KINDS; i++) printf("  %-10s %s\n", kinds[i].name, kinds[i].what);
     printf("  %-10s %s\n", "plan", "seconds that plans take");
     printf("  %-10s %s\n", "ways", "passing queries or keys over a cache; \"ways shared 2\"");
-    printf("  %-10s %s\n", "forms", "what bits that depend on nothing but the row cost");
+    printf("  %-10s %s\n", "forms", "what it costs that bits depend on the row alone");
     printf("  %-10s %s\n", "checksum", "CRC-32C, and what it costs a pass");
     printf("  %-10s %s\n", "batch", "one token of each of 16 short sequences, on ranks");
     printf("  %-10s %s\n", "first", "time to first token and tokens per second, on ranks");

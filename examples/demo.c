@@ -14,10 +14,11 @@
  * the same way from the bytes BEFORE s, and the value at s is the byte at s, one-hot. So a query
  * finds the places where the text continued as it does here, and its output row is a distribution
  * over the next byte there. Three heads look at different things: the nearest bytes, the word so
- * far, and the last 20 bytes. The LSE of a head says how much it found. That decides its weight in
- * the prediction, before the head that comes before it and, last of all, how often each byte has
- * occurred. Every byte is predicted only from the bytes before it, with the same constants for all
- * texts, and the 256 probabilities sum to 1: the bits are what an arithmetic coder would write. */
+ * far, and the last 20 bytes. The LSE of a head says how much it found, which decides its share of
+ * the prediction. The rest comes from the head before it, and below all heads from how often each
+ * byte has occurred. Every byte is predicted only from the bytes before it, with the same constants
+ * for all texts, and the 256 probabilities sum to 1: the bits are what an arithmetic coder would
+ * write. */
 #define _POSIX_C_SOURCE 200809L
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
@@ -1014,7 +1015,7 @@ static int64_t number(const char *s, const char *what, int64_t least, int64_t mo
     errno = 0;
     long long v = s ? strtoll(s, &end, 10) : 0;
     if (!s || end == s || *end || errno || v < least || v > most) {
-        fprintf(stderr, "demo: %s wants a number from %lld to %lld%s%s\n", what, (long long)least,
+        fprintf(stderr, "demo: %s needs a number from %lld to %lld%s%s\n", what, (long long)least,
                 (long long)most, s ? ", not " : "", s ? s : "");
         exit(2);
     }
