@@ -169,7 +169,7 @@
  *
  * How a call runs
  *   ra_attention   checks the descriptor and tensors (ra__local_check), then runs one of two forms:
- *                  ra__decode_run (DECODE) for few (token, head) pairs per KV head, with
+ *                  ra__decode_run (DECODE) for few head rows per KV head, with
  *                  RA_FORM_SAME for any number of them, otherwise
  *                  ra__local_run (LOCAL), which gives each thread its tasks. A task loads query
  *                  rows (ra__task_data), folds one block of keys after another with the kernels of
@@ -195,7 +195,7 @@
  *   SCALAR       its operations in plain C
  *   AVX2         its operations on 8 floats
  *   AVX512       its operations on 16 floats
- *   AVX512 BF16  a separate body for bf16, by dot products of pairs, and for q8_0 by integers
+ *   AVX512 BF16  a separate body for bf16, by dot products of two bf16, and for q8_0 by integers
  *   AMX          the same for bf16 by tile registers
  *   NEON         its operations on 4 floats
  *   DISPATCH     which instruction sets this processor has
@@ -3347,7 +3347,6 @@ RA__ISA_INLINE RA__MASK RA__NAME(over_limit)(const RA__NAME(strip) *strip, int32
     return RA__NAME(less)(RA__NAME(set)(ra__l_limit), l);
 }
 
-/* Nonzero if l of some row of the strip passes the limit. */
 RA__ISA_NOINLINE int32_t RA__NAME(any_over_limit)(const RA__NAME(strip) *strip) {
     RA__FLOATS zero = RA__NAME(set)(0.0f), inf = RA__NAME(set)(-ra__neg_inf());
     int32_t any = 0;
@@ -8643,8 +8642,7 @@ RA__INLINE uint32_t ra__crc_word(uint32_t crc, const uint8_t *p) {
 }
 
 /* PERF: the instruction takes 3 cycles, and one can begin in every cycle. So long data are cut into
- * thirds, of which 8 bytes are taken in turn. The CRC of a third is then multiplied by x to the
- * power of the number of bits after it. */
+ * thirds, which take turns. The CRC of a third is multiplied by x^n for the n bits after it. */
 static uint32_t ra__crc_by_word(uint32_t crc, const uint8_t *p, int64_t n) {
     const int64_t part = n / 24 * 8;
     if (part >= 1 << 14) {
@@ -8686,8 +8684,7 @@ RA__OPTIMIZE_BEGIN("O1,inline-small-functions")
 /* ========================================================================== GEOMETRY
  * Positions and masks: which rows a rank holds, and which keys a row sees. In: descriptor. Out:
  * runs of rows, blocks of at most 64 rows, intervals per row, bounds per block, and the class of a
- * pair of blocks (empty, partial, full). All comparisons of positions happen here and in the
- * kernels. */
+ * tile (empty, partial, full). All comparisons of positions happen here and in the kernels. */
 
 /* Rows [row, row + rows) of a shard hold positions pos, pos + stride, ...; with positions from an
  * array pos is unused. */
@@ -9245,7 +9242,7 @@ static void ra__pairs_edges(const ra_mask *m, int64_t doc, int64_t last, int64_t
         }
 }
 
-/* Visible pairs of the rows of a segment with the dense positions [0, end). */
+/* Visible (query, key) pairs of the rows of a segment with the dense positions [0, end). */
 static int64_t ra__pairs_seg(const ra_mask *m, int64_t end, const ra__seg *s) {
     ra__doc_rows at = { 0, 0, 0, 0, 0 };
     int64_t n = 0;
@@ -9362,8 +9359,8 @@ RA__INLINE int64_t ra__chunk_blocks(const ra__chunk *c) {
     return c->segs > 1 ? ra__seg_blocks(c, 0) + ra__seg_blocks(c, 1) : ra__seg_blocks(c, 0);
 }
 
-/* Block i of chunk c in folding order: downwards under RA_ORDER_DESCENDING; with zigzag the pairs
- * {k, n - 1 - k}, front block first; otherwise upwards. *which: its segment. */
+/* Block i of chunk c in folding order: downwards under RA_ORDER_DESCENDING; with zigzag mirrored
+ * pairs {k, n - 1 - k}, front block first; otherwise upwards. *which: its segment. */
 static ra__seg ra__chunk_block(const ra__chunk *c, int32_t order, int64_t i, int32_t *which) {
     int64_t n0 = ra__ceil_div(c->seg[0].rows, RA_BLOCK_TOKENS), n1, pair;
     *which = 0;
@@ -11435,8 +11432,7 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
  *
  * With RA_TRAVEL_Q the roles are exchanged: dK and dV sum query blocks from the first to the last,
  * and dQ sums keys by unit, from the row's own unit on and then those before it. RA__AFTER then
- * means query units up to the key's. If queries and keys have different positions, all tiles are
- * RA__AFTER. */
+ * means query units up to the key's. Unless queries and keys have the same positions, it is all. */
 
 /* Tiles whose query unit is not below the key's, and the others. */
 enum { RA__AFTER = 1, RA__BEFORE = 2, RA__BOTH = 3 };
@@ -12060,9 +12056,8 @@ static int ra__back_sink_some(const ra__back *b, int32_t head, ra__back_scratch 
 }
 
 /* ========================================================================== LOCAL
- * One call on one rank: its checks, and attention by tasks that the threads (ith of nth) share.
- * In: a descriptor and tensors. Out: O and LSE. It needs neither plan nor ring and allocates
- * nothing. */
+ * One call on one rank: its checks, and attention by tasks that the threads (ith of nth) share. In:
+ * a descriptor and tensors. Out: O and LSE. No plan and no ring is needed, nothing is allocated. */
 
 /* A call on one rank as one thread sees it. */
 typedef struct ra__local {
@@ -12244,7 +12239,6 @@ static int64_t ra__local_blocks(const ra__local *c, int32_t b) {
     return ra__side_blocks(&c->w.q_side, b) * group;
 }
 
-/* Thread ith of nth. */
 typedef struct ra__thread { int ith, nth; } ra__thread;
 static const ra__thread ra__alone = { 0, 1 };
 
@@ -13860,7 +13854,6 @@ static ra__query_walk ra__queries_of(const ra_plan *p, int32_t rank, int32_t b) 
     return w;
 }
 
-/* Moves on to the next block; 0 if there is none. */
 RA__INLINE int ra__queries_next(ra__query_walk *w) {
     while (w->block >= ra__ceil_div(w->seg.rows, RA_BLOCK_TOKENS)) {
         w->block = 0;
@@ -14377,9 +14370,8 @@ static int64_t ra__tour_hops(const ra__tour *w) {
  * gradient returns in the step after it came to its last rank. Chunks move on in the first half of
  * a step and return in the second half. A count is a step minus a rank's place in the direction of
  * travel. So a chunk leaves all its ranks in the same count, except that beyond the end of the ring
- * it is `ranks` more. free[x] is the first count in which a chunk may leave the places [x, end[x]).
- * Such places are a piece; inside it end[x] is 0.
- *
+ * it is `ranks` more. free[x] is the first count in which a chunk may leave a piece, the places
+ * [x, end[x]); inside a piece end is 0.
  * Cost: a chunk merges the pieces that it passes and splits two at its ends. So all chunks together
  * pass about as many pieces as there are chunks and ranks. */
 typedef struct ra__line { int64_t *free, *end; } ra__line;
@@ -16784,7 +16776,7 @@ enum { RA__SHM_BUCKETS = 16, RA__SHM_CHANNELS = 2 };
 enum { RA__SHM_SPINS = 200, RA__SHM_YIELDS = 8 };
 #define RA__SHM_SLICE_NS 10000000      /* longest single sleep */
 #define RA__SHM_EVENT 65536            /* event word: events times this plus sleepers */
-#define RA__SHM_LINE __attribute__((aligned(128))) /* two lines: processors fetch pairs */
+#define RA__SHM_LINE __attribute__((aligned(128))) /* two lines: processors fetch two */
 
 /* Words of ra_transport_op.scratch of a PENDING op. All except the report are read and written
  * under the lock of the inbox that queues the op. */
