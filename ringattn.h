@@ -2765,8 +2765,7 @@ RA__INLINE const float *ra__value_row(const ra__keys *keys, int32_t j) {
  * PERF: rows a multiple of 4 KB apart share a few sets of the L1 cache. So the rows that are read
  * by columns, V forward and K backward, are copied once for the panels of a task. Zen 5, D 128, 8
  * heads, share of the FMA peak: AVX-512 79 -> 83 %, AVX2 71 -> 87. Strides of 2 KB and less gain
- * nothing. Rows that are read one by one are not copied: forward 90 -> 91.5 %, backward 87 ->
- * 88. */
+ * nothing. Rows that are read one by one are not copied: forward 90 -> 91.5, backward 87 -> 88. */
 RA__INLINE int32_t ra__is_copied(int32_t dtype, int64_t stride, int32_t shared) {
     return dtype != RA_F32 || (shared && stride % RA__ALIAS_BYTES == 0);
 }
@@ -3598,7 +3597,7 @@ RA__ISA_STATIC void RA__NAME(copy_rows)(const uint8_t **rows, int64_t *stride, u
     *stride = (int64_t)dim * 4;
 }
 
-/* Copies K and V as far as ra__is_copied says. */
+/* Copies those rows of K and V for which ra__is_copied is 1. */
 RA__ISA_STATIC void RA__NAME(copy_keys)(ra__keys *keys, const ra_desc *d,
                                         const ra__key_scratch *scratch, int32_t k_shared,
                                         int32_t v_shared) {
@@ -3620,7 +3619,7 @@ RA__ISA_STATIC void RA__NAME(prepare)(ra__keys *keys, const ra_desc *d,
                                               d->v_dim);
 }
 
-/* Rows beyond the last one are 0 as far as fold works on them.
+/* Rows beyond the last that fold works on are 0.
  * PERF: rows are transposed as vectors. A buffer that is read with another width than it is written
  * with would make the loads wait for the stores. */
 RA__ISA_STATIC void RA__NAME(load_q)(const ra__panel *panel, const void *src, int64_t stride,
@@ -5266,7 +5265,7 @@ RA__ISA_INLINE __m256 ra__exp2_avx2(__m256 x) {
         p = _mm256_fmadd_ps(p, f, ra__set_avx2(ra__exp2_near[i]));
     return p * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(n), 23));
 }
-/* By single elements, then by two, then by halves of vectors. */
+/* Transposes by single elements, then by two, then by halves of vectors. */
 RA__ISA_INLINE void ra__transpose_avx2(__m256 *v) {
     __m256 a[8];
     RA__UNROLL for (int32_t i = 0; i < 8; i += 2) {
@@ -5422,7 +5421,7 @@ RA__ISA_INLINE void ra__merge_row_avx512(float *o, const float *o2, const double
     }
     ra__merge_row(o + i, o2 + i, w, dim - i);
 }
-/* By single elements, then by two, then twice by quarters of vectors. */
+/* Transposes by single elements, then by two, then twice by quarters of vectors. */
 RA__ISA_INLINE void ra__transpose_avx512(__m512 *v) {
     __m512 a[16];
     RA__UNROLL for (int32_t i = 0; i < 16; i += 2) {
@@ -6136,9 +6135,8 @@ RA__BF_INLINE __m512i ra__bf_pair_rows(const uint8_t *from, int64_t stride, int3
 
 /* Packs rows as pairs of keys [n / 2][dim rounded up to 16]. Returns 0 if there is a NaN or an
  * infinity: `top` is the largest magnitude as an integer.
- * PERF: 16 -> 32 dims at a time. Zen 5, causal, 1024 tokens, share of the peak: D 64 65.4 -> 66.2
- * %, D 128 73 -> 74. Prefetching 8 rows ahead, rows 2 KB apart, 8 tokens over 32768 keys: 15.1 ->
- * 14.2 ms. */
+ * PERF: 16 -> 32 dims at a time. Zen 5, causal, 1024 tokens, share of peak: D 64 65.4 -> 66.2 %,
+ * D 128 73 -> 74. Prefetching 8 rows ahead, 2 KB apart, 8 tokens, 32768 keys: 15.1 -> 14.2 ms. */
 RA__BF_STATIC int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
                                     int32_t dim) {
     const __m512i index = _mm512_add_epi32(
@@ -7134,7 +7132,7 @@ static const ra__kernel ra__kernel_bf16 = {
  * would take 1.15 times as long.
  * PERF: where the cycles go, Zen 5, gcc, per key in L1, each phase repeated alone: scores 15.3,
  * maxima and exponentials 1.5, weights 5.8, products of values 10.5, together 33.1; a whole fold
- * takes 34.4. So latency where phases meet costs some 1.3 cycles. Two vpdpbusd issue per cycle,
+ * takes 34.4. So latency where phases meet costs about 1.3 cycles. Two vpdpbusd issue per cycle,
  * 16 cycles in all; vshufi32x4, vpermt2b and vinserti64x4 compete with them, vpunpck, shifts and
  * sums do not. One row less takes 2.2 cycles off the scores, which is its products; the other 6 are
  * keys and scales, which products do not hide. Keys of a block of 32 dims loaded beside the
@@ -7233,8 +7231,7 @@ RA__Q8_INLINE void ra__q8_scales(__m512i *half, const ra__q8_rows *x, int64_t at
 }
 
 /* Loads 32 dims of 8 keys: x[2 i + h] gets dims 8 i to 8 i + 7 of keys 8 h to 8 h + 7 as unsigned
- * bytes. A key has two adjacent lanes. Their sums, joined from both h, are in the order of
- * lanes. */
+ * bytes. A key has two adjacent lanes. Their sums, joined from both h, are in lane order. */
 RA__Q8_INLINE void ra__q8_load_keys(__m512i *x, const ra__q8_rows *rows, int64_t at,
                                     const int32_t h, const int32_t whole) {
     const __m512i flip = _mm512_set1_epi8(-128);
@@ -8593,8 +8590,7 @@ RINGATTN_API const char *ra_isa_name(int32_t isa) {
  * RA__CRC_POLY over two elements, whose bit 31 is the coefficient of x^0. */
 #define RA__CRC_POLY 0x82f63b78u
 
-/* 8 bytes at a time, by tables. Each call makes the tables, which takes as long as 4 KiB of
- * data. */
+/* By tables, 8 bytes at a time. Each call makes them, which takes as long as 4 KiB of data. */
 static uint32_t ra__crc_by_table(uint32_t crc, const uint8_t *p, int64_t n) {
     uint32_t table[8][256];
     for (uint32_t i = 0; i < 256; i++) {
@@ -11432,7 +11428,7 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
  *
  * With RA_TRAVEL_Q the roles are exchanged: dK and dV sum query blocks from the first to the last,
  * and dQ sums keys by unit, from the row's own unit on and then those before it. RA__AFTER then
- * means query units up to the key's. Unless queries and keys have the same positions, it is all. */
+ * means query units up to the key's. If queries and keys differ in positions, it is all tiles. */
 
 /* Tiles whose query unit is not below the key's, and the others. */
 enum { RA__AFTER = 1, RA__BEFORE = 2, RA__BOTH = 3 };
@@ -13641,7 +13637,7 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
  * Time. With two buffers or more a forward pass of C chunks on P ranks takes less than C +
  * (sequences + 1) P steps, for every mask and layout. Going up, chunk c of the list may leave its
  * owner o in step c + o + P * sequence and never stop: a chunk of a later owner then stays behind
- * those before it all the way around. RA_ORDER_DESCENDING needs C + P, because nobody is above the
+ * those before it all the way around. RA_ORDER_DESCENDING needs C + P, because no rank is above the
  * last owner. The chosen steps are never later than these, and the other direction is taken only if
  * it needs fewer. A backward pass has the same bound unless the chunks of one owner differ in how
  * far they travel (windows to both sides, zigzag windows), because gradients return in the order of
