@@ -1715,9 +1715,9 @@ typedef struct ra__stream {
     int32_t level1;                    /* 1: see ra__bf_decode_prefetch */
 } ra__stream;
 
-/* Decoding: up to 4 query rows that read the same kv head, in the kernel's own order of dims. acc
- * and l are the sums of row r so far, in units of 2^m. Those of the current block are separate:
- * block_acc and block_l. Arrays of 16 numbers hold those of row r at r, r + 4, r + 8, r + 12. */
+/* Decoding: a four, up to 4 head rows of one kv head, in the kernel's own order of dims. acc and l
+ * are the sums of row r so far, in units of 2^m. Those of the current block are separate: block_acc
+ * and block_l. Arrays of 16 numbers hold those of row r at r, r + 4, r + 8, r + 12. */
 typedef struct ra__decode_rows {
     const ra_desc *d;
     float *q, *acc, *block_acc;        /* [4][Dk], [4][Dv], one_row: [Dk], [Dv]; dims rounded up to
