@@ -7123,27 +7123,25 @@ static const ra__kernel ra__kernel_bf16 = {
  * PERF: a key and 4 rows of D 128 take 32 products and about 50 other vector operations. A row of
  * 34-byte blocks often crosses a line, which counts as two loads, and only two loads issue per
  * cycle. So q is broadcast 8 dims at a time. Weights of 64 keys are computed before any is used,
- * because those of different keys overlap. Zen 5, cycles per key
- * that is in L1: 48 -> 37 (scores 18 -> 15, values 25 -> 19); over 32768 keys, 32/8 heads, one
- * thread 4.2 -> 3.4 ms, two 2.6 -> 2.1. Four chains of sums for values, and broadcasts of 8 dims
- * in place of 4: one thread 3.14 -> 3.02 ms, [Hkv][T][D] 3.03 -> 2.82; from L1 the broadcasts gain
- * nothing. A key that is in L1 takes 8.6 ns, one of 2048 keys, which L3 holds, 11.0, and one of
- * 32768 11 to 13, where a loop that only reads takes 6 to 7. Three digits each, as exact as f32,
- * would take 1.15 times as long.
- * PERF: where the cycles go, Zen 5, gcc, per key in L1, each phase repeated alone: scores 15.3,
- * maxima and exponentials 1.5, weights 5.8, products of values 10.5, together 33.1; a whole fold
- * takes 34.4. So latency where phases meet costs about 1.3 cycles. Two vpdpbusd issue per cycle,
+ * because those of different keys overlap. Zen 5, cycles per key in L1: 48 -> 37 (scores 18 -> 15,
+ * values 25 -> 19); 32768 keys, 32/8 heads, one thread 4.2 -> 3.4 ms, two 2.6 -> 2.1. Four chains
+ * of sums for values, and broadcasts of 8 dims instead of 4: one thread 3.14 -> 3.02 ms,
+ * [Hkv][T][D] 3.03 -> 2.82; in L1 the broadcasts gain nothing. Time per key: 8.6 ns in L1; 11.0 of
+ * 2048 keys, which L3 holds; 11 to 13 of 32768 keys, where a loop that only reads takes 6 to 7.
+ * Three digits instead of two, as exact as f32, would take 1.15 times as long.
+ * PERF: where the cycles go. Zen 5, gcc, per key in L1, each phase repeated alone: scores 15.3,
+ * maxima and exponentials 1.5, weights 5.8, products of values 10.5, together 33.1. A whole fold
+ * takes 34.4, so latency where phases meet costs about 1.3. Two vpdpbusd issue per cycle, which is
  * 16 cycles in all; vshufi32x4, vpermt2b and vinserti64x4 compete with them, vpunpck, shifts and
- * sums do not. One row less takes 2.2 cycles off the scores, which is its products; the other 6 are
- * keys and scales, which products do not hide. Keys of a block of 32 dims loaded beside the
- * products of the block before take the scores to 14.8; scales copied by integer instructions
- * besides: 16.1.
- * PERF: all of decoding, 32768 keys, 32/8 heads, D 128, one thread, Zen 5, ns per key: 14.3; with
- * keys loaded a block earlier 12.3; with sums of whole blocks added to acc at once 11.8 (485 calls
- * of each in turn; [Hkv][T][D] 11.9, 11.9, 11.7). The same code with always the same keys takes
- * 11.7, and without prefetches 10.2. Before, queries and sums of one head for all 8 took 0.8 off.
- * Prefetching the next head's keys from level 2 into level 1 besides is slower: 12.3. With memory
- * prefetched into level 2 and then into level 1: 15.5. */
+ * sums do not. One row less takes 2.2 cycles off the scores: its products. Another 6 are keys and
+ * scales, which products do not hide. With keys of a block of 32 dims loaded beside the products of
+ * the block before, scores take 14.8; with scales also copied by integer instructions, 16.1.
+ * PERF: all of decoding. Zen 5, one thread, 32768 keys, 32/8 heads, D 128, ns per key: 14.3; keys
+ * loaded a block earlier 12.3; also sums of whole blocks added to acc at once 11.8 (485 calls of
+ * each in turn; [Hkv][T][D] 11.9, 11.9, 11.7). With the same keys each time it takes 11.7, and
+ * without prefetches 10.2. Before, using queries and sums of one head for all 8 took 0.8 off.
+ * Slower: also prefetching the next head's keys from L2 into L1, 12.3; prefetching memory into L2
+ * and then into L1, 15.5. */
 #define RA__Q8_TARGET                                                                            \
     RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")
 #define RA__Q8_STATIC RA__UNUSED RA__Q8_TARGET static
