@@ -30,7 +30,7 @@ endif
 B        := build/$(config)
 LOG      := $(B)/log
 BUILD     = $(CC) -std=c99 $(WARN) $(FLAGS_$(config)) $(CFLAGS) $(TOLD) -pthread -I. $(LDFLAGS)
-# Those that take longest begin first.
+# The longest begin first.
 LONGEST  := test_sim test_forward test_schedule test_cache test_back_ring test_bf16
 TESTS    := $(LONGEST) $(filter-out $(LONGEST),$(patsubst tests/%.c,%,$(wildcard tests/test_*.c)))
 EXAMPLES := $(filter-out demo million ring_mpi ring_ofi ring_nccl,\
@@ -41,12 +41,12 @@ SUITES   := test_conformance test_conform_shm test_conform_level1
 OTHERS   := $(if $(filter release,$(config)),matrix)
 # Under tsan it takes long and adds no call that the tests do not have.
 MILLION  := $(if $(filter tsan,$(config)),,$(LOG)/million.sum)
-# That these two build is all that make check asks of them, and says nothing about a sanitizer.
+# make check only builds these two, which no sanitizer needs.
 BUILDS   := $(if $(filter asan ubsan tsan scalar,$(config)),,demo bench)
 SUMS      = $(patsubst %,$(LOG)/%.sum,$(TESTS) $(SUITES) $(EXAMPLES) $(OTHERS))
 
-# One job per core, and one more because some tests mostly wait, unless the caller has said -j or
-# this make has its jobs from another.
+# One job per core, and one more because some tests mostly wait, unless the caller gave -j or
+# another make provides the jobs.
 CORES    := $(shell nproc 2>/dev/null || echo 2)
 JOBS      = $(if $(or $(findstring jobserver,$(MAKEFLAGS)),$(filter -j%,$(MAKEFLAGS))),,\
               -j$(shell expr $(CORES) + 1))
@@ -83,8 +83,8 @@ help: ## lists the targets
 HOOKED   := tests/test_clients tests/test_refuse tests/test_plan tests/test_bf16 \
             tests/test_failure tests/test_steps tests/test_resume tests/test_sim
 WHOLE    := tests/test_schedule
-# Tests compute little: what a higher level of optimisation saves in running them, compiling them
-# costs twice. test_forward, whose oracle is busy, has the level of the library.
+# Tests compute little: compiling them at a higher level costs twice what it saves in running them.
+# test_forward, whose oracle computes a lot, has the level of the library.
 LIGHT    := $(patsubst %,tests/test_%,plan clients failure calls infer tcp) \
             $(SUITES:%=tests/conformance/%)
 HEAVY    := $(filter-out $(LIGHT) tests/test_forward,$(TESTS:%=tests/%))
@@ -115,12 +115,12 @@ $(B)/%: %.c $(B)/tests/ringattn.o $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	@$(BUILD) -DRA__IMPLEMENTED -o $@ $< $(B)/tests/ringattn.o $(LIBS) -lm
 
-# By an MPI's compiler, and only when asked for: make build/release/examples/ring_mpi MPICC=...
+# By an MPI's compiler, and only if requested: make build/release/examples/ring_mpi MPICC=...
 MPICC ?= mpicc
 $(B)/examples/ring_mpi $(B)/tests/mpi_ring $(B)/tests/conformance/mpi_conform: \
     private override CC = $(MPICC)
 
-# With libfabric, and with NCCL and the CUDA runtime under $(CUDA), when asked for.
+# With libfabric, and with NCCL and the CUDA runtime under $(CUDA), if requested.
 CUDA ?= /usr/local/cuda
 $(B)/examples/ring_ofi $(B)/tests/conformance/test_conform_ofi: private LIBS = -lfabric
 $(B)/examples/ring_nccl: private LIBS = -L$(CUDA)/lib64 -Wl,-rpath,$(CUDA)/lib64 -lnccl -lcudart
@@ -161,7 +161,7 @@ $(EXAMPLES:%=$(LOG)/%.sum): $(LOG)/%.sum: $(B)/examples/%
 $(LOG)/million.sum: $(B)/examples/million
 	@sh tests/run.sh -x $(LOG)/million million $< --tokens 5000
 
-# These two take too long to run here: that they build is one test each.
+# These two take too long to run here: building them is one test each.
 $(LOG)/demo.sum: $(B)/examples/demo
 	@sh tests/run.sh -x $(LOG)/demo 'demo (builds)' true
 $(LOG)/bench.sum: $(B)/bench/bench
@@ -180,7 +180,7 @@ $(B)/tests/test_tcp_sealed: tests/test_tcp.c $(B)/tests/ringattn.o $(HEADERS) Ma
 	@mkdir -p $(@D)
 	@$(BUILD) -DRA__IMPLEMENTED -DRA_TCP_SODIUM -o $@ $< $(B)/tests/ringattn.o -lm -lsodium
 
-# Nor is libfabric.
+# The same for libfabric.
 OFI      := $(if $(wildcard /usr/include/rdma/fabric.h /usr/local/include/rdma/fabric.h),\
             test_conform_ofi)
 

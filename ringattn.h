@@ -151,13 +151,16 @@
  *   pass      one forward or one backward computation of all ranks of a ring
  *   plan      the schedule of a rank for passes of one shape; it holds no tensors and no workspace
  *   ring      a rank's workspace, its transport and the pass in progress
- *   lane      a part of a sharded KV cache: every n-th group of 16 positions
+ *   lane      a part of a sharded KV cache: every n-th run of 16 positions
  *   world     ranks as threads of this process, with their transports
- *   task      inside: up to 256 query rows of one head group that one thread works on
+ *   group     the query heads that read one KV head
+ *   task      inside: up to 256 rows of the heads of one group that one thread works on
  *   panel     inside: the rows of a task that one call of a kernel holds in registers and cache
  *   segment   inside: a piece of a run
  *   item      inside: some keys and where they are stored
- *   handful   inside: the tokens that decoding takes at once, at most 16 rows per KV head
+ *   head row  inside: a token's row of one query head
+ *   handful   inside: the tokens that decoding takes at once: at most 16 head rows per KV head
+ *   four      inside: up to 4 head rows of one KV head, which a decoding kernel takes together
  *   stretch   inside: keys that decoding reads for all heads of a task before the next ones
  *   series    inside: chunks that a task folds before it stores its sums
  *   portion   inside: of a stage of a CACHE call, what one thread at a time works on
@@ -166,7 +169,7 @@
  *
  * How a call runs
  *   ra_attention   checks the descriptor and tensors (ra__local_check), then runs one of two forms:
- *                  ra__decode_run (DECODE) for few (token, head) pairs per KV head, with
+ *                  ra__decode_run (DECODE) for few head rows per KV head, with
  *                  RA_FORM_SAME for any number of them, otherwise
  *                  ra__local_run (LOCAL), which gives each thread its tasks. A task loads query
  *                  rows (ra__task_data), folds one block of keys after another with the kernels of
@@ -192,7 +195,7 @@
  *   SCALAR       its operations in plain C
  *   AVX2         its operations on 8 floats
  *   AVX512       its operations on 16 floats
- *   AVX512 BF16  a separate body for bf16, by dot products of pairs, and for q8_0 by integers
+ *   AVX512 BF16  a separate body for bf16, by dot products of two bf16, and for q8_0 by integers
  *   AMX          the same for bf16 by tile registers
  *   NEON         its operations on 4 floats
  *   DISPATCH     which instruction sets this processor has
@@ -1117,7 +1120,7 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
 /* ========================================================================== L2: sharded cache
  * Inference over a KV cache that is split along the sequence over ranks: prefill in chunks, decode,
  * verify drafts, roll back. The cache memory is yours: per layer K and V of [B][ra_cache_rows]
- * [Hkv][Dk or Dv] on each rank. Positions belong to lanes in groups of 16 (group i to lane i mod
+ * [Hkv][Dk or Dv] on each rank. Positions belong to lanes in runs of 16 (run i to lane i mod
  * lanes), and every rank holds a range of lanes, so shards stay balanced while sequences grow, and
  * no position ever changes its owner. A call says how many tokens of each sequence are cached and
  * how many are new. It plans and allocates nothing. To roll back, pass a smaller count. A
@@ -1712,9 +1715,9 @@ typedef struct ra__stream {
     int32_t level1;                    /* 1: see ra__bf_decode_prefetch */
 } ra__stream;
 
-/* Decoding: up to 4 query rows that read the same kv head, in the kernel's own order of dims. acc
- * and l are the sums of row r so far, in units of 2^m. Those of the current block are separate:
- * block_acc and block_l. Arrays of 16 numbers hold those of row r at r, r + 4, r + 8, r + 12. */
+/* Decoding: a four, up to 4 head rows of one kv head, in the kernel's own order of dims. acc and l
+ * are the sums of row r so far, in units of 2^m. Those of the current block are separate: block_acc
+ * and block_l. Arrays of 16 numbers hold those of row r at r, r + 4, r + 8, r + 12. */
 typedef struct ra__decode_rows {
     const ra_desc *d;
     float *q, *acc, *block_acc;        /* [4][Dk], [4][Dv], one_row: [Dk], [Dv]; dims rounded up to
@@ -2143,7 +2146,7 @@ RA__INLINE int32_t ra__is_finite(float x) {
 
 RA__INLINE float ra__f32_of_bf16(uint16_t h) { return ra__f32_of((uint32_t)h << 16); }
 
-/* Nearest even; a NaN keeps its upper bits and becomes quiet. */
+/* Rounds to nearest even. A NaN keeps its upper bits and becomes quiet. */
 RA__INLINE uint16_t ra__bf16_of_f32(float x) {
     uint32_t u = ra__f32_bits(x);
     if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40u);
@@ -2158,7 +2161,7 @@ RA__INLINE float ra__f32_of_f16(uint16_t h) {
     return ra__f32_of(sign | ra__f32_bits((float)a * (1.0f / 16777216.0f)));
 }
 
-/* Nearest even, to infinity from 65520 on, subnormals exactly, NaN as vcvtps2ph does. */
+/* Rounds to nearest even, subnormals too; from 65520 on to infinity; NaN as vcvtps2ph does. */
 RA__INLINE uint16_t ra__f16_of_f32(float x) {
     uint32_t u = ra__f32_bits(x), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu, r, rest, shift;
     if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | ((a >> 13) & 0x1ffu));
@@ -2184,7 +2187,7 @@ RA__INLINE int64_t ra__row_bytes(int32_t dtype, int64_t dim) {
     return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * ra__element(dtype);
 }
 
-/* 32 elements of dtype; RA_Q8_0: one block. */
+/* Loads 32 elements of dtype, which are one block of RA_Q8_0. */
 static void ra__block_load(float x[32], const uint8_t *p, int32_t dtype) {
     uint16_t h;
     if (dtype == RA_F32) memcpy(x, p, 128);
@@ -2195,8 +2198,8 @@ static void ra__block_load(float x[32], const uint8_t *p, int32_t dtype) {
     }
 }
 
-/* The same back. RA_Q8_0: the scale is 1/127 of the largest magnitude of the block; NaN becomes 0,
- * and magnitudes beyond the reach of an f16 scale become the largest within it. */
+/* Stores them. RA_Q8_0: the scale is 1/127 of the largest magnitude of the block. NaN becomes 0,
+ * and magnitudes that no f16 scale reaches become the largest that one does. */
 static void ra__block_store(uint8_t *p, const float x[32], int32_t dtype) {
     const float reach = 127.0f * 65504.0f;
     float most = 0.0f, inverse, y[32];
@@ -2248,8 +2251,8 @@ RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src,
 }
 
 /* exp(x), relative error below 1e-15; 0 below -708, infinity above 709.7. With n the integer next
- * to x / ln 2 and r = x - n ln 2, |r| <= 0.347: exp(x) = 2^n sum r^k / k!, k to 13. ln 2 comes in
- * two parts, the first with zeros at its end, so that n * part is exact. */
+ * to x / ln 2 and r = x - n ln 2, |r| <= 0.347: exp(x) = 2^n sum r^k / k!, k to 13. ln 2 is the sum
+ * of two numbers, the first of which ends in zero bits, so that n times it is exact. */
 RA__NOINLINE double ra__exp(double x) {
     double p = 1.0, r;
     if ((ra__f64_bits(x) & 0x7fffffffffffffffu) > 0x7ff0000000000000u) return x;
@@ -2282,8 +2285,8 @@ RA__NOINLINE double ra__log(double x) {
     return (double)n * 0.69314718055994531 + p * t;
 }
 
-/* Square root of x >= 0 by Newton's iteration from a guess that is 4 % off; each step halves the
- * square of that. */
+/* Square root of x >= 0 by Newton's iteration from a guess that is at most 4 % off. Each step
+ * halves the square of the relative error. */
 RA__NOINLINE double ra__sqrt(double x) {
     if (!(x > 0.0)) return 0.0;
     double y = ra__f64_of((ra__f64_bits(x) >> 1) + 0x1ff7a3bea91d9b1bu);
@@ -2292,7 +2295,7 @@ RA__NOINLINE double ra__sqrt(double x) {
 }
 
 /* Eight numbers at once, with the bits of the functions above: the same operations in the same
- * order. Inlined, they take the vectors of the function they are in. */
+ * order. Inlined, they use the widest vectors of the calling function. */
 typedef double ra__f64x8 __attribute__((vector_size(64)));
 typedef int64_t ra__i64x8 __attribute__((vector_size(64)));
 typedef float ra__f32x8 __attribute__((vector_size(32)));
@@ -2332,11 +2335,11 @@ RA__INLINE void ra__eight_log(ra__f64x8 *x) {
     *x = n * 0.69314718055994531 + p * t;
 }
 
-/* Returns the final factor of a row's sums, and its LSE, from (m, l) in powers of two. A sink, if
- * not null, is one more score in the denominator. A row without keys: factor 0, LSE -inf or the
- * sink. lse may be null.
- * PERF: no logarithm unless the LSE is requested. Zen 5, bf16, causal, 1024 tokens, D 64: 59 -> 62
- * % of the vdpbf16ps peak. */
+/* Returns the final factor of a row's sums, and sets its LSE, from m and l in base 2. A sink, if
+ * not null, is one more score in the denominator. A row without keys has factor 0, and its LSE is
+ * -inf or the sink. lse may be null.
+ * PERF: no logarithm unless the LSE is requested. Zen 5, bf16, causal, 1024 tokens, D 64, share of
+ * the vdpbf16ps peak: 59 -> 62 %. */
 static float ra__row_finish(float m, float l, const float *sink, float *lse) {
     const double ln2 = 0.69314718055994530942, log2e = 1.4426950408889634074;
     if (l == 0.0f) {
@@ -2402,8 +2405,8 @@ RA__INLINE void ra__merge_row(float *o, const float *o2, const double w[2], int3
     for (; i < dim; i++) o[i] = (float)((double)o[i] * w[0] + (double)o2[i] * w[1]);
 }
 
-/* The weights of both sides of a row, 0 for one that is left out. *lse, which is a, becomes theirs
- * together. */
+/* Sets the weights of both sides of a row, 0 for one that is left out. *lse is a at first, and then
+ * that of both sides. */
 RA__INLINE void ra__merge_weigh(float *lse, float b, double *w, double *w2) {
     const float a = *lse;
     *w = !ra__is_neg_inf(a);
@@ -2416,8 +2419,8 @@ RA__INLINE void ra__merge_weigh(float *lse, float b, double *w, double *w2) {
     *lse = (float)((double)(a > b ? a : b) + ra__log(1.0 + e));
 }
 
-/* The same for eight rows. Returns 0 and does nothing unless all have two sides that are no more
- * than e^700 apart. */
+/* The same for eight rows. Returns 0 and does nothing unless in every row both sides are finite and
+ * differ by at most 700. */
 RA__INLINE int ra__eight_weigh(float lse[8], const float lse2[8], double w[8], double w2[8]) {
     ra__f32x8 x, y;
     ra__f64x8 a, b, e, one, left, right;
@@ -2451,8 +2454,8 @@ RA__INLINE int ra__eight_weigh(float lse[8], const float lse2[8], double w[8], d
 }
 
 /* As ra_merge, into rows `step` rows apart. row: ra__merge_row, or another with its bits.
- * PERF: the weights of 32 rows before the rows: their chains of divisions overlap. Zen 5, AVX-512,
- * a row of 128 floats merged: 94 -> 23 ns, of them for the weights 17 -> 12. */
+ * PERF: the weights of 32 rows come first, so that their chains of divisions overlap. Zen 5,
+ * AVX-512, time per merged row of 128 floats: 94 -> 23 ns, of which the weights 17 -> 12. */
 enum { RA__MERGE_ROWS = 32 };
 typedef void (*ra__row_merge)(float *o, const float *o2, const double w[2], int32_t dim);
 RA__INLINE void ra__merge_rows(float *o, float *lse, int64_t step, const float *o2,
@@ -2463,7 +2466,7 @@ RA__INLINE void ra__merge_rows(float *o, float *lse, int64_t step, const float *
         double w[RA__MERGE_ROWS], w2[RA__MERGE_ROWS];
         memcpy(b, lse2, (size_t)n * sizeof *b);
         for (int32_t i = 0; i < n; i++) a[i] = lse[i * step];
-        for (int32_t i = n; i % 8; i++) a[i] = b[i] = 0.0f;    /* the last eight is whole too */
+        for (int32_t i = n; i % 8; i++) a[i] = b[i] = 0.0f;    /* fills up the last eight */
         for (int32_t i = 0; i < n; i += 8) {
             const int32_t end = n - i < 8 ? n : i + 8;
             if (ra__eight_weigh(a + i, b + i, w + i, w2 + i)) continue;
@@ -2480,7 +2483,7 @@ RA__INLINE void ra__merge_rows(float *o, float *lse, int64_t step, const float *
     }
 }
 
-/* The same for every processor, also the merge of kernels that have no wider vectors. */
+/* The same for any processor. Kernels without wider vectors use it too. */
 RA__NOINLINE void ra__merge_plain(float *o, float *lse, int64_t step, const float *o2,
                                   const float *lse2, int64_t rows, int32_t dim) {
     ra__merge_rows(o, lse, step, o2, lse2, rows, dim, ra__merge_row);
@@ -2508,7 +2511,7 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  * exceed 1. This is harmless, because a shift does not change a softmax and floats have exponents
  * to spare. So scores become p while they are in registers, and acc is not rescaled. When l of a
  * row would pass 2^32, the row gets a new m, its l and acc are rescaled, and the strip folds the
- * block again. The other rows of the strip keep their m, and so their bits.
+ * block again (a strip is at most a slab). Its other rows keep their m, and so their bits.
  *
  * A row that sees none of the keys keeps m, l and acc to the bit. Its acc is selected, not added
  * to, because even x + 0 changes the bits of -0. A NaN reaches only rows that see it: scores are
@@ -2541,12 +2544,12 @@ enum { RA__ALIAS_BYTES = 4096 };       /* rows this far apart compete for the sa
 static const float ra__log2e = 1.44269504f;
 static const float ra__l_limit = 4294967296.0f;
 static const float ra__decode_slack = 16.0f; /* decode: how far scores may exceed m */
-/* A flag that tiles of values take with a dtype: any keys and dims. */
+/* A flag beside the dtype of a tile of values, which may then have any keys and dims. */
 enum { RA__DECODE_ANY = 8 };
 enum { RA__DECODE_ROW_CHUNKS = 4 };    /* per tile of values if there is one row */
 enum { RA__DECODE_COPY = 4096 };       /* floats: rows that are converted before they are used */
 
-/* From 16 - n on: a vector that is negative beyond its first n <= 16 lanes. */
+/* Element 16 - n begins a vector that is negative beyond its first n <= 16 lanes. */
 static const float ra__decode_edge[32] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
                                           -1, -1, -1, -1, -1, -1, -1, -1,
                                           -1, -1, -1, -1, -1, -1, -1, -1};
@@ -2595,7 +2598,7 @@ RA__INLINE int32_t ra__bias_is_run(const ra__score *score, int32_t pos, int32_t 
            n <= score->bias_keys - pos;
 }
 
-/* 1 if all bits of the biases of row 0 and n keys are 0, from position pos on. They are
+/* 1 if no bit is set in the biases of row 0 and n keys from position pos on, which are
  * contiguous. */
 RA__INLINE int32_t ra__bias_is_zero(const ra__score *score, int32_t pos, int32_t n) {
     const uint8_t *at = score->bias + pos * score->bias_key_stride;
@@ -2634,12 +2637,12 @@ RA__INLINE void ra__prefetch_add(ra__prefetch_list *x, const uint8_t *at, int64_
     x->count += bytes > 0 && rows > 0;
 }
 
-/* Prefetches the next rows of the list into the level 2 cache, or level 1 if they are near.
+/* Prefetches the next rows of the list into the L2 cache, or into L1 if x->level1 is 1.
  * PERF: a few at a time, because processors drop requests that come all at once. Zen 5, 4096 tokens
- * of 8 heads, AVX-512: D 64 80 -> 83, D 128 83 -> 86 % of the FMA peak.
- * PERF: level 1 does not hold a block, and rows 2 KB apart share a few of its sets. Zen 4, 32/8
- * heads of D 128, 8 tokens over 32768 keys, level 1 -> 2: bf16 50 -> 39 ms, f32 92 -> 62. But where
- * several panels take a block in turn, level 2 -> 1 saves 1 % on a Zen 5. */
+ * of 8 heads, AVX-512, share of the FMA peak: D 64 80 -> 83 %, D 128 83 -> 86.
+ * PERF: L1 does not hold a block, and rows 2 KB apart share a few of its sets. Zen 4, 32/8 heads of
+ * D 128, 8 tokens over 32768 keys, L1 -> L2: bf16 50 -> 39 ms, f32 92 -> 62. But where several
+ * panels use a block one after another, L2 -> L1 saves 1 % on a Zen 5. */
 RA__NOINLINE void ra__prefetch_some(ra__prefetch_list *x) {
     for (int32_t i = 0; i < x->step && x->which < x->count; i++) {
         int64_t offset = x->row * x->stride[x->which];
@@ -2653,8 +2656,8 @@ RA__NOINLINE void ra__prefetch_some(ra__prefetch_list *x) {
     }
 }
 
-/* Prepares a list for ra__prefetch_lines. Before its first row and at its end the line is that of
- * the list itself, which the level 1 cache holds. */
+/* Prepares a list for ra__prefetch_lines. Before its first row and after its last, the line to
+ * prefetch is that of the list itself, which is in L1 already. */
 RA__INLINE void ra__prefetch_begin(ra__prefetch_list *x) {
     x->line = (uintptr_t)x;
     x->left = 1;
@@ -2676,8 +2679,8 @@ RA__NOINLINE void ra__prefetch_next(ra__prefetch_list *x) {
 
 /* Prefetches the biases of rows [row, end) of a panel and the keys of a block from pos on, if they
  * are contiguous.
- * PERF: a few rows at a time. Biases of a later block would be evicted before their use if rows are
- * a multiple of 16 KB apart. */
+ * PERF: a few rows at a time. Where rows are a multiple of 16 KB apart, biases of a later block
+ * would be evicted before they are used. */
 RA__NOINLINE void ra__prefetch_bias(const ra__panel *panel, int32_t pos, int32_t row, int32_t end) {
     const ra__score *score = panel ? &panel->score : NULL;
     if (!score || !score->bias_row_stride || pos < 0 || pos >= score->bias_keys) return;
@@ -2689,7 +2692,7 @@ RA__NOINLINE void ra__prefetch_bias(const ra__panel *panel, int32_t pos, int32_t
     }
 }
 
-/* n lines have been prefetched. At the end of a band the stream goes on to the next one. */
+/* Advances a stream by n lines, which have been prefetched; from the end of a band to the next. */
 RA__INLINE void ra__stream_advance(ra__stream *a, int32_t n) {
     a->left -= n;
     if (a->left > 0) return;
@@ -2697,13 +2700,13 @@ RA__INLINE void ra__stream_advance(ra__stream *a, int32_t n) {
     a->left = a->lines;
 }
 
-/* Where two streams are, in registers. */
+/* The addresses of two streams, in registers. */
 typedef struct ra__near_ahead {
     uintptr_t at[2];
     int32_t slow;                      /* 1: see ra__prefetch_near */
 } ra__near_ahead;
 
-/* n lines up to x->at[i] have been prefetched of each of two streams. */
+/* Advances two streams by n lines each, which have been prefetched and end at x->at[i]. */
 RA__INLINE void ra__stream_move(ra__stream *a, const ra__near_ahead *x, int32_t n) {
     for (int i = 0; i < 2; i++) {
         a[i].at = x->at[i];
@@ -2711,7 +2714,7 @@ RA__INLINE void ra__stream_move(ra__stream *a, const ra__near_ahead *x, int32_t 
     }
 }
 
-/* Decoding: a few keys of a head. */
+/* Decoding: a unit of keys of a head. */
 typedef struct ra__near_unit {
     int32_t head, first;               /* key of the call */
     const uint8_t *k, *v;
@@ -2745,7 +2748,7 @@ RA__INLINE void ra__near_next(ra__near_unit *x, const ra__decode_keys *keys, int
     x->v = keys->v + x->head * keys->v_head;
 }
 
-/* How many of n rows are converted at once: all, or a multiple of 4. */
+/* How many of n rows are converted at a time: all, or a multiple of 4. */
 RA__INLINE int32_t ra__decode_piece(int32_t n, int32_t dim) {
     const int32_t most = RA__DECODE_COPY / dim / 4 * 4;
     return n < most ? n : most;
@@ -2771,11 +2774,11 @@ RA__INLINE uintptr_t ra__delay_address(uintptr_t x) {
     return x;
 }
 
-/* Prefetches the next n lines of two streams into the level 2 cache, at the end of a band
- * perhaps some beyond it.
- * PERF: processors drop requests that come faster than memory can serve them, and requests that
- * have waited come all at once. So each address is made to depend on the one before. Zen 5, 8 heads
- * of 512 bytes side by side: 54 -> 80 % of the read bandwidth, bf16 55 -> 75 %. */
+/* Prefetches the next n lines of two streams into the L2 cache; at the end of a band it may go some
+ * lines beyond.
+ * PERF: processors drop requests that come faster than memory serves them, and requests that were
+ * held up come all at once. So each address is made to depend on the one before. Zen 5, 8 adjacent
+ * heads of 512 bytes, share of the read bandwidth: 54 -> 80 %, bf16 55 -> 75. */
 RA__INLINE void ra__stream_prefetch(ra__stream *a, int32_t n) {
     uintptr_t k = a[0].at, v = a[1].at;
     for (int32_t i = 0; i < n; i++) {
@@ -2799,11 +2802,11 @@ RA__INLINE const float *ra__value_row(const ra__keys *keys, int32_t j) {
 }
 
 /* 1 if f32 kernels copy rows: always if they are not f32, otherwise if several panels will read
- * them by columns and their stride is bad. stride 0: any stride.
+ * them by columns and their stride is a multiple of RA__ALIAS_BYTES. stride 0: any stride.
  * PERF: rows a multiple of 4 KB apart share a few sets of the L1 cache. So the rows that are read
  * by columns, V forward and K backward, are copied once for the panels of a task. Zen 5, D 128, 8
- * heads: AVX-512 79 -> 83, AVX2 71 -> 87 % of the FMA peak. Strides of 2 KB and less gain nothing.
- * Rows that are read one by one are not copied: forward 90 -> 91.5 %, backward 87 -> 88 %. */
+ * heads, share of the FMA peak: AVX-512 79 -> 83 %, AVX2 71 -> 87. Strides of 2 KB and less gain
+ * nothing. Rows that are read one by one are not copied: forward 90 -> 91.5, backward 87 -> 88. */
 RA__INLINE int32_t ra__is_copied(int32_t dtype, int64_t stride, int32_t shared) {
     return dtype != RA_F32 || (shared && stride % RA__ALIAS_BYTES == 0);
 }
@@ -2888,10 +2891,10 @@ RA__INLINE int32_t ra__score_is_modified(const ra__score *score) {
 #define RA__UNROLL_2 _Pragma("GCC unroll 2")
 #endif
 
-/* Prefetches n lines from each address of x on into the level 1 cache, and moves x on. A pair of
- * lines comes some 10 cycles after the one before, 13 if x is slow.
- * PERF: see ra__stream_prefetch. Zen 5, 32/8 heads of D 128, 32768 keys, 13 cycles instead of 10:
- * f32 81 -> 86 % of a reading loop, bf16 77 -> 80; [Hkv][T][D] 95 -> 81, bf16 89 -> 80. */
+/* Prefetches n lines from each of the two addresses of x on into the L1 cache, and advances x. Two
+ * lines, one of each, are prefetched every 10 cycles or so, if x is slow every 13.
+ * PERF: see ra__stream_prefetch. Zen 5, 32/8 heads of D 128, 32768 keys, share of a reading loop,
+ * 10 -> 13 cycles: f32 81 -> 86 %, bf16 77 -> 80; [Hkv][T][D] 95 -> 81, bf16 89 -> 80. */
 RA__INLINE void ra__prefetch_near(ra__near_ahead *x, int32_t n) {
     RA__UNROLL for (int32_t i = 0; i < n; i++) {
         __builtin_prefetch((const void *)x->at[0]);
@@ -2904,10 +2907,10 @@ RA__INLINE void ra__prefetch_near(ra__near_ahead *x, int32_t n) {
     }
 }
 
-/* Prefetches the next n lines of the list, among products.
- * PERF: rows of 2 KB at once, after each tile, come late. Zen 5, 32/8 heads of D 128, bf16, 8
- * tokens over 32768 keys, one thread, rows -> lines, and K no longer copied for a single panel:
- * 19.3 -> 13.5 ms. Tiles of 64 rows keep rows at once: lines would make them 1 to 2 % slower. */
+/* Prefetches the next n lines of the list, between products.
+ * PERF: whole rows of 2 KB, prefetched after each tile, come late. Zen 5, 32/8 heads of D 128,
+ * bf16, 8 tokens over 32768 keys, one thread, rows -> lines, and K no longer copied for a single
+ * panel: 19.3 -> 13.5 ms. Tiles of 64 rows prefetch rows: lines make them 1 to 2 % slower. */
 RA__INLINE void ra__prefetch_lines(ra__prefetch_list *x, const int32_t n) {
     RA__UNROLL for (int32_t i = 0; i < n; i++) {
         if (x->lines_level1) __builtin_prefetch((const void *)x->line);
@@ -2921,10 +2924,10 @@ RA__INLINE void ra__prefetch_lines(ra__prefetch_list *x, const int32_t n) {
 
 #if defined(RA__BODY)
 #define RA__SLAB (RA__VECTORS * RA__WIDTH)
-/* A phase of the work. As a function of its own it has all registers. */
+/* For a phase of the work: as a separate function it has all registers. */
 #define RA__ISA_NOINLINE __attribute__((noinline)) RA__ISA_STATIC
 
-/* A block of 32 elements of a q8_0 row. of_f16 converts several halves, of which the first is the
+/* Converts a block of 32 elements of a q8_0 row. of_f16 converts several halves; the first is the
  * scale. */
 RA__ISA_INLINE void RA__NAME(read_q8_0)(float *dst, const uint8_t *block) {
     const RA__FLOATS scale = RA__NAME(set)(RA__NAME(of_f16)(block)[0]);
@@ -2932,14 +2935,14 @@ RA__ISA_INLINE void RA__NAME(read_q8_0)(float *dst, const uint8_t *block) {
         RA__NAME(store)(dst + i, RA__NAME(of_i8)(block + 2 + i) * scale);
 }
 
-/* RA__WIDTH elements of dtype. src may have any alignment. */
+/* Loads RA__WIDTH elements of dtype as floats. src may have any alignment. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(convert)(const uint8_t *src, int32_t dtype) {
     if (dtype == RA_F16) return RA__NAME(of_f16)(src);
     if (dtype == RA_BF16) return RA__NAME(of_bf16)(src);
     return RA__NAME(load)((const float *)(const void *)src);
 }
 
-/* n elements of dtype to floats. src may have any alignment. */
+/* Converts n elements of dtype to floats. src may have any alignment. */
 RA__ISA_STATIC void RA__NAME(read_row)(float *dst, const uint8_t *src, int32_t dtype, int32_t n) {
     int32_t size = dtype == RA_F32 ? 4 : 2, i = 0;
     for (; dtype == RA_Q8_0 && i < n; i += 32, src += 34) RA__NAME(read_q8_0)(dst + i, src);
@@ -2958,7 +2961,7 @@ RA__ISA_STATIC void RA__NAME(read_row)(float *dst, const uint8_t *src, int32_t d
     }
 }
 
-/* n floats to elements of dtype. dst may have any alignment. */
+/* Converts n floats to elements of dtype. dst may have any alignment. */
 RA__ISA_STATIC void RA__NAME(write_row)(uint8_t *dst, const float *src, int32_t dtype, int32_t n) {
     if (dtype == RA_F32) {
         memcpy(dst, src, (size_t)n * sizeof *src);
@@ -3006,7 +3009,7 @@ RA__ISA_INLINE void RA__NAME(write_square)(uint8_t *dst, int64_t stride, int32_t
         RA__NAME(write_row)(dst + i * stride, x[i], dtype, n);
 }
 
-/* A strip, which is nt vectors of one slab, against the keys [first, last) of one block. */
+/* A strip, which is nt vectors of one slab, and the keys [first, last) of one block. */
 typedef struct RA__NAME(strip) {
     const ra__panel *panel;
     const ra__keys *keys;
@@ -3016,7 +3019,7 @@ typedef struct RA__NAME(strip) {
     int32_t first, last;               /* no row sees the other keys */
     int32_t partial;                   /* 1: some row does not see some key */
     int32_t stored;                    /* 1: s gets scores, and max is found; 0: s gets p */
-    int32_t modified, capped;          /* 1: a score is not the product; under a softcap */
+    int32_t modified, capped;          /* 1: scores are more than products; have a softcap */
     int32_t keep;                      /* partial: 1: some row sees keys that no window hides */
     const ra__panel *next;             /* what is folded after this block: see ra__prefetch_bias */
     int32_t next_pos;
@@ -3036,7 +3039,7 @@ typedef struct RA__NAME(product) {
 } RA__NAME(product);
 
 /* c[i][t] = sum over k < depth of a[i * row + k * step] b[k * b_step + t], with t in vectors. c is
- * in registers. PERF: two columns per turn, and squares transposed in registers, are 1 to 4 % of a
+ * in registers. PERF: two columns per turn, and squares transposed in registers, save 1 to 4 % of a
  * call (Zen 5, f32 and bf16). */
 RA__ISA_INLINE void RA__NAME(multiply)(const RA__NAME(product) *ab, RA__FLOATS (*c)[RA__VECTORS],
                                        int32_t ni, int32_t nt) {
@@ -3057,8 +3060,8 @@ RA__ISA_INLINE void RA__NAME(multiply)(const RA__NAME(product) *ab, RA__FLOATS (
 }
 
 /* The product in pieces of RA__DEPTH columns of A, which is dim columns in all and contiguous by
- * rows; B has the layout of a panel. sum [ni][sum_row] is scratch where the pieces meet. A single
- * chain of 576 products would lose one digit more. */
+ * rows; B has the layout of a panel. sum [ni][sum_row] is scratch for the sums of earlier pieces. A
+ * single chain of 576 products would lose one more digit. */
 RA__ISA_INLINE void RA__NAME(multiply_long)(RA__NAME(product) *ab, int32_t dim, float *sum,
                                             int32_t sum_row, RA__FLOATS (*c)[RA__VECTORS],
                                             int32_t ni, int32_t nt) {
@@ -3084,7 +3087,7 @@ RA__ISA_INLINE float *RA__NAME(panel_row)(float *base, int32_t row, int32_t dim)
     return base + (int64_t)(row / RA__SLAB) * RA__SLAB * dim + row % RA__SLAB;
 }
 
-/* Stores p of ni keys and vector t, from their scores c, to s. */
+/* Stores p of ni keys and vector t to s, from their scores c, and sums it. */
 RA__ISA_INLINE void RA__NAME(tile_weights)(RA__NAME(strip) *strip, float *s,
                                            RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t t) {
     RA__FLOATS shift = RA__NAME(load)(strip->shift + t * RA__WIDTH);
@@ -3154,7 +3157,7 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(vector_bias)(const ra__panel *panel, int32_t 
     return RA__NAME(load)(bias);
 }
 
-/* Stores the scores c of ni keys and vector t to s. strip->max becomes at least as large. */
+/* Stores the scores c of ni keys and vector t to s, and raises strip->max to them. */
 RA__ISA_INLINE void RA__NAME(tile_scores)(RA__NAME(strip) *strip, float *s,
                                           RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t t) {
     RA__FLOATS top = RA__NAME(load)(strip->max + t * RA__WIDTH);
@@ -3187,8 +3190,8 @@ RA__ISA_INLINE void RA__NAME(load_offsets)(RA__FLOATS *v, const uint8_t *from,
     for (int32_t i = 0; i < RA__WIDTH; i++) v[i] = RA__NAME(convert)(from + offset[i], dtype);
 }
 
-/* to[i * step] = element i of RA__WIDTH rows of dtype at from + offset. ahead: not 0: prefetches
- * each row so many bytes further on. */
+/* to[i * step] = element i of RA__WIDTH rows of dtype at from + offset. If `ahead` is not 0, it
+ * prefetches each row that many bytes further on. */
 RA__ISA_INLINE void RA__NAME(load_bias_square)(const uint8_t *from, const int64_t *offset,
                                                float *to, int32_t step, int64_t ahead,
                                                int32_t dtype) {
@@ -3201,9 +3204,9 @@ RA__ISA_INLINE void RA__NAME(load_bias_square)(const uint8_t *from, const int64_
 }
 
 /* to[j * step] = a vector of the biases of key j and the rows from `row` on, for the keys
- * [first, last); 0 beyond the panel. They are not the same for all rows. ahead: as above.
- * PERF: rows of the bias are loaded as vectors and transposed. Zen 5, D 128: AVX-512 51 -> 68, AVX2
- * 64 -> 75 % of the FMA peak. */
+ * [first, last); 0 beyond the panel. Each row has its own biases. ahead: as above.
+ * PERF: rows of the bias are loaded as vectors and transposed. Zen 5, D 128, share of the FMA peak:
+ * AVX-512 51 -> 68 %, AVX2 64 -> 75. */
 RA__ISA_NOINLINE void RA__NAME(load_bias)(const ra__panel *panel, const ra__keys *keys,
                                           int32_t row, int32_t first, int32_t last, float *to,
                                           int32_t step, int64_t ahead) {
@@ -3228,8 +3231,8 @@ RA__ISA_NOINLINE void RA__NAME(load_bias)(const ra__panel *panel, const ra__keys
     }
 }
 
-/* Products c [ni][RA__SLAB] of the keys from key j on become scores, modified and masked, in s,
- * and their maximum is found. s holds biases that are not the same for all rows. */
+/* Products c [ni][RA__SLAB] of the keys from key j on become scores in s, modified and masked, and
+ * raise the maximum. If each row has its own biases, s holds them first. */
 RA__ISA_NOINLINE void RA__NAME(adjust_tile)(RA__NAME(strip) *strip, const float *c, int32_t j,
                                             int32_t ni) {
     const ra__rows *geo = strip->panel->geo;
@@ -3352,7 +3355,7 @@ RA__ISA_NOINLINE void RA__NAME(scores)(RA__NAME(strip) *strip, int32_t k_dim) {
     else RA__NAME(score_tiles)(strip, k_dim, 8, 1);
 }
 
-/* The biases of a strip: those of all rows in key_bias, others in s. */
+/* Loads the biases of a strip: to key_bias if all rows share them, otherwise to s. */
 RA__ISA_STATIC void RA__NAME(strip_bias)(RA__NAME(strip) *strip) {
     const ra__score *score = &strip->panel->score;
     for (int32_t t = 0; t < strip->nt && score->bias_row_stride; t++)
@@ -3397,7 +3400,6 @@ RA__ISA_INLINE RA__MASK RA__NAME(over_limit)(const RA__NAME(strip) *strip, int32
     return RA__NAME(less)(RA__NAME(set)(ra__l_limit), l);
 }
 
-/* Nonzero if l of some row of the strip passes the limit. */
 RA__ISA_NOINLINE int32_t RA__NAME(any_over_limit)(const RA__NAME(strip) *strip) {
     RA__FLOATS zero = RA__NAME(set)(0.0f), inf = RA__NAME(set)(-ra__neg_inf());
     int32_t any = 0;
@@ -3453,9 +3455,9 @@ RA__ISA_STATIC void RA__NAME(weigh_stored)(RA__NAME(strip) *strip, const ra_desc
 
 /* Computes p of the block and updates m and l. Scores become p in registers, except where a row
  * needs a maximum, under a softcap, and in tiles of one key or vector.
- * PERF: a softcap is a long chain: it runs on its own, then the exponentials.
- * PERF: in a pass over the block -> in registers. Zen 5, AVX-512, D 64, 4 heads, 1024 tokens: ALiBi
- * 6.4 -> 5.8, bias per key 5.5 -> 5.0, full bias 6.8 -> 6.2 ms. */
+ * PERF: softcaps are long chains of operations, so they all come before the exponentials.
+ * PERF: in a separate pass over the block -> in registers. Zen 5, AVX-512, D 64, 4 heads, 1024
+ * tokens: ALiBi 6.4 -> 5.8, bias per key 5.5 -> 5.0, full bias 6.8 -> 6.2 ms. */
 RA__ISA_STATIC void RA__NAME(softmax)(RA__NAME(strip) *strip, const ra_desc *d) {
     const int32_t n = strip->last - strip->first;
     const int32_t tiles = n % (strip->nt == RA__VECTORS ? RA__TILE_HEIGHT : 4) % 4 == 0;
@@ -3535,7 +3537,7 @@ RA__ISA_NOINLINE void RA__NAME(values_dirty)(RA__NAME(strip) *strip, int32_t v_d
         }
 }
 
-/* Vectors to work on in a slab that has `rows` rows, or more than a slab. */
+/* How many vectors the next strip has if `rows` rows are left. */
 RA__ISA_INLINE int32_t RA__NAME(vectors_of)(int32_t rows) {
     if (rows <= RA__WIDTH) return 1;
     return RA__VECTORS > 2 && rows <= RA__WIDTH * (RA__VECTORS / 2) ? RA__VECTORS / 2 : RA__VECTORS;
@@ -3605,9 +3607,9 @@ RA__ISA_STATIC void RA__NAME(fold)(const ra__panel *panel, const ra__keys *keys,
     }
 }
 
-/* rows x dim elements, rows `stride` bytes apart, to packed f32 rows of dim floats.
- * PERF: prefetches 10 rows ahead, for rows that are far apart. Zen 5, 8 heads of 128 side by side,
- * f32 backward: 86.9 -> 88.2 % of the FMA peak. */
+/* Converts rows x dim elements, rows `stride` bytes apart, to packed f32 rows of dim floats.
+ * PERF: prefetches 10 rows ahead, for rows that are far apart. Zen 5, 8 adjacent heads of D 128,
+ * f32 backward, share of the FMA peak: 86.9 -> 88.2 %. */
 RA__ISA_STATIC void RA__NAME(widen)(float *dst, const void *src, int64_t stride, int32_t dtype,
                                     int32_t rows, int32_t dim) {
     int32_t bytes = dim * (dtype == RA_F32 ? 4 : 2);
@@ -3649,7 +3651,7 @@ RA__ISA_STATIC void RA__NAME(copy_rows)(const uint8_t **rows, int64_t *stride, u
     *stride = (int64_t)dim * 4;
 }
 
-/* Copies K and V as far as ra__is_copied says. */
+/* Copies those rows of K and V for which ra__is_copied is 1. */
 RA__ISA_STATIC void RA__NAME(copy_keys)(ra__keys *keys, const ra_desc *d,
                                         const ra__key_scratch *scratch, int32_t k_shared,
                                         int32_t v_shared) {
@@ -3671,7 +3673,7 @@ RA__ISA_STATIC void RA__NAME(prepare)(ra__keys *keys, const ra_desc *d,
                                               d->v_dim);
 }
 
-/* Rows beyond the last one are 0 as far as fold works on them.
+/* Rows beyond the last that fold works on are 0.
  * PERF: rows are transposed as vectors. A buffer that is read with another width than it is written
  * with would make the loads wait for the stores. */
 RA__ISA_STATIC void RA__NAME(load_q)(const ra__panel *panel, const void *src, int64_t stride,
@@ -3771,7 +3773,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_copy)(float *to, const uint8_t *row, int64
     }
 }
 
-/* Lane i: the sum over the lanes of v[i]. */
+/* Returns in lane i the sum over the lanes of v[i]. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(sums)(const RA__FLOATS *v) {
     RA__FLOATS part[RA__WIDTH / 4];
     RA__UNROLL for (int32_t i = 0; i < RA__WIDTH / 4; i++) part[i] = RA__NAME(sums_4)(v + 4 * i);
@@ -3812,7 +3814,7 @@ RA__ISA_INLINE void RA__NAME(decode_dots)(const ra__decode_rows *rows, const ra_
             ra__stream_prefetch(keys->streams, (RA__DECODE_TILE_KEYS * bytes + 127) / 128);
     }
     if (d < dim) {
-        RA__FLOATS k[RA__DECODE_TILE_KEYS][2]; /* not that above, which stays in registers */
+        RA__FLOATS k[RA__DECODE_TILE_KEYS][2]; /* not the k above, which stays in registers */
         for (int32_t i = 0; i < RA__DECODE_TILE_KEYS; i++)
             RA__NAME(load_last_chunk)(k[i], row[i], d, dim, dtype);
         RA__NAME(decode_products)(c, k, rows->q + 4 * d);
@@ -3821,7 +3823,7 @@ RA__ISA_INLINE void RA__NAME(decode_dots)(const ra__decode_rows *rows, const ra_
         RA__NAME(store)(s + 4 * j + i, RA__NAME(sums)(c + i));
 }
 
-/* sums_4 of row 0 and the keys at row[0 .. 3], by the same chains as in decode_dots. */
+/* sums_4 of the products of row 0 and the keys at row[0 .. 3], in the chains of decode_dots. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(decode_row_dots)(const ra__decode_rows *rows,
                                                     const uint8_t *const *row, int32_t dtype) {
     const int32_t dim = rows->d->k_dim;
@@ -3899,9 +3901,9 @@ RA__ISA_NOINLINE void RA__NAME(decode_scores_as)(const ra__decode_rows *rows, in
 }
 
 /* The same for all dtypes.
- * PERF: code for q8_0 too gained 7 % with 4 rows and 40 % with one (Zen 4, AVX-512 without VNNI),
- * for some 7 KB of text per instruction set. SCALAR converts f16 and q8_0 1.2 to 1.5 times as fast
- * in whole rows as in chunks. */
+ * PERF: separate code for q8_0 would gain 7 % with 4 rows and 40 % with one (Zen 4, AVX-512 without
+ * VNNI), but takes about 7 KB per instruction set. SCALAR converts f16 and q8_0 1.2 to 1.5 times as
+ * fast in whole rows as in chunks. */
 RA__ISA_NOINLINE void RA__NAME(decode_scores)(const ra__decode_rows *rows, int32_t n,
                                               const ra__decode_keys *keys, float *s) {
     const int32_t dim = rows->d->k_dim, dtype = rows->d->k_dtype, step = rows->one_row ? 1 : 4;
@@ -4047,7 +4049,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_adjust)(const ra__decode_rows *rows,
     }
 }
 
-/* Floats from a chunk of a row to the next. */
+/* Floats from a chunk of a row to its next. */
 RA__ISA_INLINE int32_t RA__NAME(decode_step)(const ra__decode_rows *rows) {
     return rows->one_row ? RA__CHUNK : 4 * RA__CHUNK;
 }
@@ -4119,7 +4121,7 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(decode_exp)(const ra__decode_rows *rows, floa
     return sum;
 }
 
-/* s [n] of fours becomes p, which is added to block_l. */
+/* s [n] of a four becomes p, which is added to block_l. */
 RA__ISA_INLINE void RA__NAME(decode_weigh)(ra__decode_rows *rows, float *s, int32_t n) {
     const RA__FLOATS sum = RA__NAME(decode_exp)(rows, s, n, RA__NAME(load)(rows->block_l));
     RA__NAME(store)(rows->block_l, sum);
@@ -4311,7 +4313,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_values_as)(const ra__decode_rows *rows, in
     }
 }
 
-/* The same for all dtypes. A piece goes on with the sums of the one before. */
+/* The same for all dtypes. Each piece of converted keys continues the sums of the one before. */
 RA__ISA_NOINLINE void RA__NAME(decode_values)(const ra__decode_rows *rows, int32_t n,
                                               const ra__decode_keys *keys, const float *p) {
     const int32_t dim = rows->d->v_dim, dtype = rows->d->v_dtype, step = rows->one_row ? 1 : 4;
@@ -4376,8 +4378,8 @@ RA__ISA_INLINE int32_t RA__NAME(decode_ready)(ra__decode_rows *rows, const float
     return RA__NAME(decode_max_holds)(rows, s, n * nr) ? n : unit;
 }
 
-/* Adds keys with scores s to the sums of up to 4 rows. A maximum rises for one unit of keys. Units
- * depend neither on how keys are cut into calls nor on other rows, so the bits do not either. */
+/* Adds keys with scores s to the sums of up to 4 rows. A maximum rises for one unit of keys. Units,
+ * and so the bits, depend neither on how keys are cut into calls nor on other rows. */
 RA__ISA_NOINLINE void RA__NAME(decode_fold_scores)(ra__decode_rows *rows,
                                                    const ra__decode_keys *keys, float *s) {
     const int32_t nr = rows->one_row ? 1 : 4;
@@ -4464,7 +4466,7 @@ RA__ISA_STATIC void RA__NAME(decode_fold_heads)(ra__decode_rows *rows, const ra_
     float s[RA__DECODE_HEADS * RA__DECODE_LINE];
     ra__decode_keys y = *keys;
     int32_t first = 0;                 /* of the heads with weights */
-    int32_t ready[RA__DECODE_HEADS];   /* a loop of its own: both have long chains, and overlap */
+    int32_t ready[RA__DECODE_HEADS];   /* separate loops: the long chains of heads overlap */
     RA__NAME(decode_scores)(rows, n, keys, s);
     if (keys->partial || ra__decode_modifies(rows, n)) RA__NAME(decode_adjust)(rows, keys, n, s);
     for (int32_t h = 0; h < n; h++)
@@ -4557,7 +4559,7 @@ RA__ISA_INLINE void RA__NAME(decode_near_weigh)(ra__decode_rows *rows, float *s)
 }
 
 /* Scores of a unit come before the values of the unit before, so that the processor always has
- * products to do beside sums of lanes and exponentials. */
+ * products beside the sums of lanes and the exponentials. */
 RA__ISA_INLINE void RA__NAME(decode_near_as)(ra__decode_rows *rows, const ra__decode_keys *keys,
                                              int32_t n, const ra__decode_mods *mods, int32_t dtype,
                                              int32_t slow) {
@@ -5001,7 +5003,7 @@ RA__ISA_STATIC int32_t RA__NAME(pack_rows)(float *dst, const ra__source *s, int3
 RA__ISA_STATIC void RA__NAME(load_back)(ra__back_panel *panel, const ra__source *q,
                                         const ra__source *g) {
     ra__panel as_q = panel->fwd;
-    /* PERF: Zen 5, 2048 tokens, D 64: 88 -> 89 % of the FMA peak. */
+    /* PERF: all rows are prefetched first. Zen 5, 2048 tokens, D 64: 88 -> 89 % of the FMA peak. */
     for (int32_t row = 0; row < panel->fwd.rows; row++) {
         ra__prefetch((uintptr_t)(q->data + row * q->stride), q->dim * (q->dtype == RA_F32 ? 4 : 2));
         ra__prefetch((uintptr_t)(g->data + row * g->stride), g->dim * (g->dtype == RA_F32 ? 4 : 2));
@@ -5078,8 +5080,8 @@ static const ra__kernel RA__NAME(kernel) = {
 #define RA__BODY
 
 /* ========================================================================== SCALAR
- * For every processor: vectors of four floats as the compiler's extension, which become SSE2, NEON
- * or plain scalars. Comments on operations hold for the other instruction sets too. */
+ * For every processor, by the compiler's own vectors of four floats, which become SSE2, NEON or
+ * plain scalars. The comments on operations hold for the other instruction sets too. */
 #define RA__NAME(name)         ra__##name##_scalar
 #define RA__ISA                RA_ISA_SCALAR
 #define RA__ISA_STATIC         RA__UNUSED static
@@ -5122,7 +5124,7 @@ RA__ISA_INLINE ra__v4i ra__load_int_scalar(const int32_t *p) {
 RA__ISA_INLINE void ra__store_scalar(float *p, ra__v4f v) { memcpy(p, &v, sizeof v); }
 /* v in all fours of lanes. */
 RA__ISA_INLINE ra__v4f ra__fours_scalar(ra__v4f v) { return v; }
-/* Only n lanes are in memory; the others are 0. */
+/* Loads n lanes; the others are 0. */
 RA__ISA_INLINE ra__v4f ra__load_n_scalar(const float *p, int32_t n) {
     ra__v4f v = {0.0f, 0.0f, 0.0f, 0.0f};
     memcpy(&v, p, (size_t)n * sizeof *p);
@@ -5139,8 +5141,8 @@ RA__ISA_INLINE ra__v4f ra__hold_scalar(ra__v4f v) {
 #endif
     return v;
 }
-/* a b + c, not fused on any x86. hold: clang 14 with -ffast-math -mfma would fuse in spite of the
- * pragmas. */
+/* a b + c, not fused on any x86. Without hold, clang 14 with -ffast-math -mfma would fuse it in
+ * spite of the pragmas. */
 RA__ISA_INLINE ra__v4f ra__fma_scalar(ra__v4f a, ra__v4f b, ra__v4f c) {
     return ra__hold_scalar(a * b) + c;
 }
@@ -5197,7 +5199,7 @@ RA__ISA_INLINE void ra__transpose_scalar(ra__v4f *v) {
 }
 /* Sum of the lanes. */
 RA__ISA_INLINE float ra__sum_scalar(ra__v4f v) { return (v[0] + v[2]) + (v[1] + v[3]); }
-/* Lane i: the sum of v[i]. */
+/* sums_4: lane i is the sum of v[i]; in wider vectors partial sums, which sums_join adds up. */
 RA__ISA_INLINE ra__v4f ra__sums_join_scalar(const ra__v4f *v) { return v[0]; }
 RA__ISA_INLINE ra__v4f ra__sums_4_scalar(const ra__v4f *v) {
     ra__v4f s = {ra__sum_scalar(v[0]), ra__sum_scalar(v[1]), ra__sum_scalar(v[2]),
@@ -5249,8 +5251,8 @@ RA__ISA_INLINE void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
  * AVX2, FMA, F16C: 16 registers of 8 lanes, tiles of 6 keys and 16 rows. */
 
 /* The instructions of a kernel, whatever the program is compiled for.
- * PERF: gcc's tuning for one processor costs. gcc 12, -march=native (znver3) on a Zen 4, decoding
- * f32 over 1024 keys, 8/2 heads, D 64: 39 us as here, 46 us tuned. */
+ * PERF: tuning for one processor is not used. gcc 12, -march=native (znver3) on a Zen 4, decoding
+ * f32 over 1024 keys, 8/2 heads, D 64, tuned -> not: 46 -> 39 us. */
 #if defined(__clang__)
 #define RA__INSTRUCTIONS(list) __attribute__((target(list)))
 #else
@@ -5330,7 +5332,7 @@ RA__ISA_INLINE __m256 ra__exp2_avx2(__m256 x) {
         p = _mm256_fmadd_ps(p, f, ra__set_avx2(ra__exp2_near[i]));
     return p * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(n), 23));
 }
-/* Pairs of elements, then fours, then halves of vectors. */
+/* Transposes by single elements, then by two, then by halves of vectors. */
 RA__ISA_INLINE void ra__transpose_avx2(__m256 *v) {
     __m256 a[8];
     RA__UNROLL for (int32_t i = 0; i < 8; i += 2) {
@@ -5487,7 +5489,7 @@ RA__ISA_INLINE void ra__merge_row_avx512(float *o, const float *o2, const double
     }
     ra__merge_row(o + i, o2 + i, w, dim - i);
 }
-/* Pairs of elements, then fours, then quarters of vectors twice. */
+/* Transposes by single elements, then by two, then twice by quarters of vectors. */
 RA__ISA_INLINE void ra__transpose_avx512(__m512 *v) {
     __m512 a[16];
     RA__UNROLL for (int32_t i = 0; i < 16; i += 2) {
@@ -5517,7 +5519,7 @@ RA__ISA_INLINE float ra__sum_avx512(__m512 v) {
     a = a + _mm_movehl_ps(a, a);
     return _mm_cvtss_f32(a + _mm_shuffle_ps(a, a, 1));
 }
-/* Lane 4 i + j: the sum over the 128 bits i of v[j]. */
+/* Lane 4 i + j is the sum of v[j] over its 128 bits i. */
 RA__ISA_INLINE __m512 ra__sums_4_avx512(const __m512 *v) {
     __m512 a = _mm512_unpacklo_ps(v[0], v[1]) + _mm512_unpackhi_ps(v[0], v[1]);
     __m512 b = _mm512_unpacklo_ps(v[2], v[3]) + _mm512_unpackhi_ps(v[2], v[3]);
@@ -5567,9 +5569,9 @@ RA__ISA_INLINE void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
 RA__OPTIMIZE_BEGIN("tree-vrp")
 
 /* ========================================================================== AVX512 BF16
- * The tile body for q, k and v of bf16. Its products are vdpbf16ps: c += a1 b1, then c += a0 b0,
- * where a and b are pairs of bf16; each step is rounded to f32, and denormals count as zero. Panels
- * are laid out as in KERNEL, except that a lane of q and p holds a pair:
+ * The tile body for q, k and v of bf16. Here and in AMX a pair is two bf16 in one lane. Products of
+ * pairs a and b are vdpbf16ps: c += a1 b1, then c += a0 b0. Each step is rounded to f32, and
+ * denormals count as zero. Panels are laid out as in KERNEL, except that q and p have pairs:
  *   q    [Dk / 2][64 rows]  pairs of dims, multiplied by pairs of dims of K, broadcast
  *   p    [32][64 rows]      pairs of keys, multiplied by pairs of keys of V, broadcast
  *   acc  [Dv][64 rows]      f32
@@ -5584,13 +5586,13 @@ RA__OPTIMIZE_BEGIN("tree-vrp")
  * So p = 2^(s - m) may exceed 1. That is harmless, because softmax does not change under shifts and
  * bf16 has the exponents of f32. It allows scores to become p while the next scores are summed, and
  * acc to continue from key to key in one chain without rescaling. A row whose l exceeds 2^32 after
- * a block gets a new m, its sums are rescaled, and its part of the block is done again. The other
- * rows keep their bits. PERF: a maximum per block costs 2.5 % of the peak at D 64 and 1.5 % at D
- * 128 (Zen 5).
+ * a block gets a new m, its sums are rescaled, and its weights of the block are computed again. The
+ * other rows keep their bits. PERF: a maximum per block would cost 2.5 % of the peak at D 64 and
+ * 1.5 % at D 128 (Zen 5).
  *
  * p is rounded to nearest, and l sums the rounded values, so that numerator and denominator agree.
- * Q is not scaled in advance, because rounding q * scale would lose another half bit: the scale is
- * in the multiply-add before 2^x. */
+ * Q is not scaled in advance, because rounding q * scale would lose another half bit. The scale is
+ * part of the multiply-add before 2^x. */
 #define RA__BF_TARGET                                                                            \
     RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 #define RA__BF_STATIC RA__UNUSED RA__BF_TARGET static
@@ -5601,7 +5603,7 @@ RA__OPTIMIZE_BEGIN("tree-vrp")
 static const float ra__bf_exp2[4] = {0.999925219f, 0.69583354f, 0.226067155f, 0.0780245227f};
 static const float ra__bf_half_step = 0.00390625f;
 
-/* Rows [row, row + 16 vectors) of a panel against one block of keys. */
+/* Rows [row, row + 16 vectors) of a panel, and the block of keys that is folded into them. */
 typedef struct ra__bf_strip {
     const ra__panel *panel;
     const ra__keys *keys;
@@ -5628,8 +5630,7 @@ typedef struct ra__bf_strip {
 RA__BF_INLINE __m512 ra__bf_dot(__m512 c, __m512i a, __m512i b) {
     return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
 }
-/* Loads into a register and keeps it there. gcc 12 would otherwise load the operand again for each
- * use. */
+/* Loads a vector and keeps it in a register. gcc 12 would otherwise load it again for each use. */
 RA__BF_INLINE __m512i ra__bf_load(const float *p) {
     __m512i v = _mm512_loadu_si512(p);
     __asm__("" : "+v"(v));
@@ -5733,7 +5734,7 @@ RA__BF_INLINE void ra__bf_eight_dims(__m512 (*c)[4], const uint8_t *const *k, in
         RA__UNROLL for (int32_t t = 0; t < nt; t++) __asm__ volatile("" : "+v"(c[i][t]));
 }
 
-/* Tiles from and to memory with rows of 64 floats. */
+/* Loads and stores a tile. Its rows are 64 floats apart in memory. */
 RA__BF_INLINE void ra__bf_load_sums(__m512 (*c)[4], const float *from, const int32_t ni,
                                     const int32_t nt) {
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
@@ -5747,9 +5748,10 @@ RA__BF_INLINE void ra__bf_store_sums(float *to, __m512 (*c)[4], const int32_t ni
 }
 
 /* Loads the bias of the keys and rows of a strip into strip->bias.
- * PERF: prefetches that of the same rows and the next block, line by line beside the loads. That of
- * the next panel, beside the products -> this, forward with a bias per head, 8 heads, 1024 tokens:
- * D 64 9.4 -> 8.1, D 128 14.2 -> 13.7 ms; 4096 tokens, one head: 18.1 -> 15.3, 26.5 -> 24.1. */
+ * PERF: prefetches the bias of the same rows and the next block, line by line between the loads.
+ * Prefetching that of the next panel between products -> this, forward with a bias per head, 8
+ * heads, 1024 tokens: D 64 9.4 -> 8.1, D 128 14.2 -> 13.7 ms; 4096 tokens, one head: 18.1 -> 15.3,
+ * 26.5 -> 24.1. */
 RA__BF_STATIC void ra__bf_load_bias(const ra__bf_strip *strip) {
     const ra__score *score = &strip->panel->score;
     const int32_t last = strip->last < strip->keys->n ? strip->last : strip->keys->n;
@@ -5887,8 +5889,8 @@ RA__BF_INLINE void ra__bf_score_tiles(const ra__bf_strip *strip, const int32_t n
     for (int32_t n = 0; n < pieces; n++) ra__bf_piece(strip, j - ni + n / nt * 2, n % nt, 0);
 }
 
-/* store: writes all scores to strip->scores. Otherwise makes p and l of them, and keeps only the
- * last tiles. */
+/* store 1: writes all scores to strip->scores. store 0: turns them into p, sums l, and keeps only
+ * the last tiles of scores. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_strip *strip, int32_t store) {
     strip->slot_mask = store ? 63 : 15;
     if (strip->vectors == 4) ra__bf_score_tiles(strip, 4, 4);
@@ -5965,7 +5967,7 @@ RA__BF_STATIC void ra__bf_store_scores(ra__bf_strip *strip) {
     for (int32_t t = 0; t < strip->vectors; t++) ra__bf_finish_scores(strip, t);
 }
 
-/* p, m and l from stored scores. Rows in `over` get a new maximum. */
+/* Computes p, m and l from stored scores. Rows in `over` get a new maximum. */
 RA__BF_STATIC void ra__bf_pieces_from_scores(ra__bf_strip *strip, const __mmask16 over[4]) {
     for (int32_t t = 0; t < strip->vectors; t++) {
         ra__bf_raise_max(strip, t, over[t]);
@@ -5986,8 +5988,8 @@ RA__BF_INLINE int32_t ra__bf_past_limit(const ra__bf_strip *strip, __mmask16 ove
     return any;
 }
 
-/* p, m and l of the block. Scores are stored only where a maximum is needed: for rows without one,
- * and for rows whose l exceeds the limit. */
+/* Computes p, m and l of the block. Scores are stored only where a maximum is needed: for rows that
+ * have none, and for rows whose l exceeds the limit. */
 RA__BF_STATIC void ra__bf_softmax(ra__bf_strip *strip) {
     const int32_t kept = ra__bf_lacks_max(strip);
     __mmask16 over[4] = {0, 0, 0, 0};
@@ -6005,7 +6007,7 @@ RA__BF_STATIC void ra__bf_softmax(ra__bf_strip *strip) {
     ra__bf_pieces_from_scores(strip, over);
 }
 
-/* The end of the pairs of keys that the product with V takes. */
+/* The end of the pairs of keys in the product with V. */
 RA__BF_INLINE int32_t ra__bf_pairs_end(const ra__bf_strip *strip) {
     return ((strip->last < strip->keys->n ? strip->last : strip->keys->n) + 1) / 2;
 }
@@ -6047,8 +6049,8 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_values(const ra__bf_strip *strip) {
 }
 
 /* As ra__bf_values, for V with NaN or infinities that not every row sees. It adds key by key in the
- * order of vdpbf16ps, and a row takes only the products of keys that it sees. V holds `side` pairs
- * of keys next to one another per dim. */
+ * order of vdpbf16ps, and to a row only the products of keys that it sees. In V, `side` pairs of
+ * keys are adjacent per dim. */
 RA__BF_STATIC void ra__bf_values_dirty(const ra__bf_strip *strip, int32_t side) {
     const __m512i half = _mm512_set1_epi32((int32_t)0xffff0000u);
     for (int32_t d = 0; d < strip->v_dim; d++)
@@ -6087,7 +6089,7 @@ RA__BF_STATIC void ra__bf_find_seen(ra__bf_strip *strip, int32_t partial) {
     }
 }
 
-/* Narrows [first, last) to the keys that the rows of the strip see, in groups of 8: to all that
+/* Narrows [first, last) to the keys that the rows of the strip see, in units of 8: to all that
  * there are, unless the tile is partial. Returns 0 if there are none. */
 RA__BF_STATIC int32_t ra__bf_narrow(ra__bf_strip *strip, int32_t partial) {
     const uint64_t rows = (uint64_t)(strip->vectors == 1 ? 0xffffu : 0xffffffffu) << strip->row;
@@ -6104,8 +6106,8 @@ RA__BF_STATIC int32_t ra__bf_narrow(ra__bf_strip *strip, int32_t partial) {
 }
 
 /* Folds one block. If all rows see all keys, they form one strip. Otherwise there are strips of 32
- * rows, each with the keys that it sees, and a last one of 16: of a block on the diagonal three
- * quarters are computed. */
+ * rows, each with the keys that it sees, and perhaps a last one of 16. So only three quarters of a
+ * block on the diagonal are computed. */
 RA__BF_STATIC void ra__bf_fold_block(ra__bf_strip *strip, int32_t partial) {
     strip->row = 0;
     strip->masked = partial || strip->panel->rows <= 32 || strip->keys->n % 4;
@@ -6143,9 +6145,9 @@ RA__BF_STATIC void ra__fold_bf16(const ra__panel *panel, const ra__keys *keys, c
     }
 }
 
-/* Packs Q as pairs of dims. Missing rows are zero, and so are dims up to a multiple of 32. PERF:
- * prefetching all rows first: 64.3 -> 65.4 % of the peak at D 64, 71.5 -> 73 % at D 128 (Zen 5,
- * causal, 1024 tokens). */
+/* Packs Q as pairs of dims. Missing rows are zero, and so are dims up to a multiple of 32.
+ * PERF: all rows are prefetched first. Zen 5, causal, 1024 tokens, share of the peak: D 64
+ * 64.3 -> 65.4 %, D 128 71.5 -> 73. */
 RA__BF_STATIC void ra__load_q_bf16(const ra__panel *panel, const void *src, int64_t stride,
                                    int32_t dtype, int32_t dim) {
     const uint8_t *from = (const uint8_t *)src;
@@ -6167,7 +6169,7 @@ RA__BF_STATIC void ra__load_q_bf16(const ra__panel *panel, const void *src, int6
         }
 }
 
-/* Dims up to a multiple of 32 are zero. */
+/* Dims beyond the last, up to a multiple of 32, are zero. */
 RA__BF_STATIC void ra__load_acc_bf16(const ra__panel *panel, const float *src, int64_t stride,
                                      int32_t dim) {
     const int64_t more = ra__round_up(dim, 32) - dim;
@@ -6185,8 +6187,8 @@ RA__BF_STATIC void ra__sizes_bf16(ra__bytes *out, const ra_desc *d, int32_t shar
     out->v = lane / 2 * ra__round_up(d->v_dim, 16);
 }
 
-/* Pairs of two rows, of which `rows` exist: the elements in m, zeros elsewhere. Sets bits of bad
- * for NaN and infinities. */
+/* Returns the pairs of two rows, of which `rows` exist: the elements in m, zeros elsewhere. Sets
+ * bits of *bad for NaN and infinities. */
 RA__BF_INLINE __m512i ra__bf_pair_rows(const uint8_t *from, int64_t stride, int32_t rows,
                                        __mmask16 m, uint32_t *bad) {
     const __m256i e = _mm256_set1_epi16(0x7f80);
@@ -6200,9 +6202,9 @@ RA__BF_INLINE __m512i ra__bf_pair_rows(const uint8_t *from, int64_t stride, int3
 }
 
 /* Packs rows as pairs of keys [n / 2][dim rounded up to 16]. Returns 0 if there is a NaN or an
- * infinity: `top` is the largest magnitude as an integer. PERF: 32 dims at a time, not 16: 65.4 ->
- * 66.2 % of the peak at D 64, 73 -> 74 % at D 128 (Zen 5, causal, 1024 tokens). Rows 2 KB apart,
- * prefetched 8 rows ahead: 8 tokens over 32768 keys 15.1 -> 14.2 ms. */
+ * infinity: `top` is the largest magnitude as an integer.
+ * PERF: 16 -> 32 dims at a time. Zen 5, causal, 1024 tokens, share of peak: D 64 65.4 -> 66.2 %,
+ * D 128 73 -> 74. Prefetching 8 rows ahead, 2 KB apart, 8 tokens, 32768 keys: 15.1 -> 14.2 ms. */
 RA__BF_STATIC int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
                                     int32_t dim) {
     const __m512i index = _mm512_add_epi32(
@@ -6242,7 +6244,7 @@ RA__BF_STATIC void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *strid
     *stride = row;
 }
 
-/* Finds V in K if it is part of K. */
+/* Points V into K if it is part of K. */
 RA__BF_INLINE void ra__bf_find_v_in_k(ra__keys *keys, const ra_desc *d) {
     if (!d->v_in_k) return;
     keys->v = keys->k + 2 * (int64_t)d->v_column;
@@ -6263,25 +6265,24 @@ RA__BF_STATIC void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__
  * Scores. A lane is one of 4 rows and one of 4 pairs of dims: q is [Dk / 8][4 rows][8 dims], and 8
  * dims of K are broadcast, to two fours at once where there are two.
  *
- * Values. Lanes are dims, as in KERNEL. Keys come in groups of 8: key j is paired with key j + 4,
+ * Values. Lanes are dims, as in KERNEL. Keys come in units of 8: key j is paired with key j + 4,
  * so that two vectors of scores [4 keys][4 rows] become the pairs of p. The unpack instructions
- * leave dims of the two vectors of a chunk in alternate groups of 4; ra__decode_store_bf16 puts
- * them in order.
+ * interleave the dims of a chunk's two vectors by 4; ra__decode_store_bf16 puts them in order.
  *
- * PERF: a block of 64 keys that all rows see is one call, and ends in acc; two fours read and pair
- * V once for both. Zen 4, 32/8 heads of D 128, 2048 keys, one thread, cycles per key and kv head: 2
- * tokens 110 -> 98, 4 tokens 218 -> 193. The 64 products per key of two fours take 64 cycles at
- * least. Scores take 42 in level 1 (their sums across lanes use the same units) and 45 from level
- * 2; values 37 (4 unpacks beside 32 products) and 45; 2^x 4; the rest 4. Prefetching V into level 1
- * makes values slower, 45 -> 65, because rows 2 KB apart share its sets. */
-enum { RA__BF_DECODE_UNIT = 8 };       /* dims per step; keys per group with one maximum */
+ * PERF: a block of 64 keys that all rows see is one call, and its sums go to acc; two fours share
+ * the reading and pairing of V. Zen 4, 32/8 heads of D 128, 2048 keys, one thread, cycles per key
+ * and kv head: 2 tokens 110 -> 98, 4 tokens 218 -> 193. The 64 products per key of two fours take
+ * at least 64 cycles. Scores take 42 in L1 (their sums across lanes use the same execution units)
+ * and 45 from L2; values 37 (4 unpacks beside 32 products) and 45; 2^x 4; the rest 4. Prefetching V
+ * into L1 makes values slower, 45 -> 65, because rows 2 KB apart share its sets. */
+enum { RA__BF_DECODE_UNIT = 8 };       /* dims per step; keys per unit with one maximum */
 enum { RA__BF_DECODE_FOURS = 4 };      /* most fours of a call */
 
 /* What a four or two of them prefetch: all; half of the lines of both streams, because others
  * prefetch the rest; or one stream. */
 enum { RA__BF_ALL, RA__BF_HALF, RA__BF_ONE };
 
-/* Prefetches n lines of a stream into the level 1 cache. */
+/* Prefetches n lines of a stream into the L1 cache. */
 RA__BF_INLINE void ra__bf_decode_lines(ra__stream *a, const int32_t n) {
     ra__prefetch(a->at, 64 * n);
     a->at += 64 * (uintptr_t)n;
@@ -6289,8 +6290,8 @@ RA__BF_INLINE void ra__bf_decode_lines(ra__stream *a, const int32_t n) {
 }
 
 /* Prefetches n lines of each stream.
- * PERF: beside two fours on a Zen 5 requests need no pauses, and level 1 is better than level 2: 2
- * tokens over 32768 keys, 32/8 heads of D 128, 7.7 -> 5.0 ms, 4 tokens 11.1 -> 9.0; beside one four
+ * PERF: beside two fours on a Zen 5, requests need no pauses, and L1 is better than L2. 32768 keys,
+ * 32/8 heads of D 128: 2 tokens 7.7 -> 5.0 ms, 4 tokens 11.1 -> 9.0; but beside one four
  * 4.9 -> 5.3. */
 RA__BF_INLINE void ra__bf_decode_prefetch(ra__stream *a, const int32_t n, const int32_t nf) {
     if (nf < 2 || !a->level1) {
@@ -6301,7 +6302,7 @@ RA__BF_INLINE void ra__bf_decode_prefetch(ra__stream *a, const int32_t n, const 
     ra__bf_decode_lines(a + 1, n);
 }
 
-/* The 8 dims of a step, once per row. */
+/* Broadcasts the 8 dims of a step to the 4 rows. */
 RA__BF_INLINE __m512i ra__bf_decode_spread(const uint8_t *k) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)k));
 }
@@ -6371,9 +6372,9 @@ RA__BF_INLINE void ra__bf_decode_scores_of(const ra__decode_rows *rows,
 }
 
 /* The same of all keys, for up to 4 fours.
- * PERF: 8 keys for all fours before the next 8: K comes from level 2 once. With prefetching spread
- * over all fours, 32/8 heads of D 128, 32768 keys, one thread of a Zen 5: 4 tokens 9.1 -> 8.1 ms, 3
- * tokens 7.2 -> 6.8; [Hkv][T][D] 4 tokens 8.4 -> 7.7. */
+ * PERF: 8 keys for all fours before the next 8, so that K comes from L2 only once, and prefetching
+ * spread over all fours. Zen 5, one thread, 32/8 heads of D 128, 32768 keys: 4 tokens 9.1 -> 8.1
+ * ms, 3 tokens 7.2 -> 6.8; [Hkv][T][D] 4 tokens 8.4 -> 7.7. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_decode_scores(const ra__decode_rows *rows,
                                                      const ra__decode_keys *keys,
                                                      float (*s)[4 * RA_BLOCK_TOKENS], int32_t nf) {
@@ -6416,7 +6417,7 @@ RA__BF_INLINE __m512i ra__bf_decode_seen(const ra__decode_keys *keys, int32_t j,
     return _mm512_set1_epi32((int32_t)(low | high));
 }
 
-/* Pairs of two keys for 32 dims. Elements not in m are zero. */
+/* Pairs up 32 dims of the keys at a and b. Elements not in m are zero. */
 RA__BF_INLINE void ra__bf_decode_pair(__m512i *v, const uint8_t *a, const uint8_t *b,
                                       const uint32_t m) {
     const __m512i y = m == ~0u ? _mm512_loadu_si512(a) : _mm512_maskz_loadu_epi16(m, a);
@@ -6445,8 +6446,8 @@ RA__BF_INLINE void ra__bf_decode_product(const ra__decode_keys *keys, __m512 *c,
 }
 
 /* Adds p V to the sums of nf fours and nc chunks of 32 dims from d on: to those of the block or, if
- * the keys end it, to acc. nf nc 2 needs whole chunks, and whole groups of keys that all rows
- * see. */
+ * the keys end it, to acc. If nf nc is 2, chunks must be whole, and units of keys too, and all rows
+ * must see the keys. */
 RA__BF_INLINE void ra__bf_decode_value_tile(const ra__decode_rows *rows,
                                             const ra__decode_keys *keys, const float *pairs,
                                             int32_t d, const int32_t nf, const int32_t nc) {
@@ -6485,7 +6486,7 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_decode_values(const ra__decode_rows *rows
     for (; d < dim; d += 32) ra__bf_decode_value_tile(rows, keys, pairs, d, 1, 1);
 }
 
-/* Of two fours, with whole groups of keys that all rows see. V is read once for both. */
+/* The same for two fours, with whole units of keys that all rows see. V is read once for both. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_decode_values_2(const ra__decode_rows *rows,
                                                        const ra__decode_keys *keys,
                                                        const float *pairs) {
@@ -6523,8 +6524,8 @@ RA__BF_INLINE void ra__bf_decode_add(ra__decode_rows *rows, const ra__decode_key
     }
 }
 
-/* Adds groups of n keys one by one, as long as scores exceed the limit of the maximum, which rises
- * as in KERNEL. The first key that is left. */
+/* Adds n keys unit by unit, as long as scores exceed the limit of the maximum, which rises as in
+ * KERNEL. Returns the first key that is left. */
 RA__BF_STATIC int32_t ra__bf_decode_rise(ra__decode_rows *rows, const ra__decode_keys *keys,
                                          float (*s)[4 * RA_BLOCK_TOKENS], int32_t n) {
     for (int32_t j = 0; j < n; j += RA__BF_DECODE_UNIT) {
@@ -6565,7 +6566,7 @@ RA__BF_STATIC void ra__decode_fold_bf16(ra__decode_rows *rows, const ra__decode_
         ra__bf_decode_scores(rows + i, keys + i, s, nf);
         memcpy(y, keys + i, (size_t)nf * sizeof *y);
         for (int32_t f = 0; f < nf; f++) y[f].prefetch = RA__BF_ALL;
-        if (nf > 2 && streams && streams->level1) {       /* two fours K, the others V */
+        if (nf > 2 && streams && streams->level1) {       /* two prefetch K, others V */
             for (int32_t f = 0; f < nf; f++) y[f].prefetch = RA__BF_ONE;
             y[2].streams = streams + 1;
         }
@@ -6574,7 +6575,7 @@ RA__BF_STATIC void ra__decode_fold_bf16(ra__decode_rows *rows, const ra__decode_
     }
 }
 
-/* Scores s of 8 keys from k on, by the same chains as in ra__bf_decode_dots. */
+/* Scores s of 8 keys from k on, in the chains of ra__bf_decode_dots. */
 RA__BF_INLINE void ra__bf_near_scores(const ra__decode_rows *rows, const uint8_t *k, int64_t stride,
                                       __m512 *s, ra__near_ahead *ahead) {
     const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -6710,13 +6711,13 @@ RA__BF_STATIC void ra__decode_store_bf16(const ra__decode_rows *rows, int32_t r,
  * multiplied by pairs of rows of dO and Q, [Dv or Dk / 64][32][64 columns]. dS is also stored as
  * pairs of keys [32][64 rows], for dQ^T. So nothing is transposed.
  *
- * Sums continue from block to block in one chain. Therefore dK and dV have the same bits however
- * many panels they take at a time; it is two. Modified scores go through f32 and the functions of
- * AVX-512. */
+ * Sums continue from block to block in one chain. So the bits of dK and dV do not depend on how
+ * many panels are added at a time, which is two. Modified scores go through f32 and the functions
+ * of AVX-512. */
 enum { RA__BF_SLOT = 2 * 64 * 64 };    /* numbers of P and dS of a block, which are adjacent */
 
-/* One panel against one block of keys. dP is made of dO and V as S is of Q and K; dQ^T of packed K
- * and dS as O^T is of packed V and p. */
+/* One panel and one block of keys. dP is computed from dO and V as S is from Q and K, and dQ^T from
+ * packed K and dS as O^T is from packed V and p. */
 typedef struct ra__bf_back {
     const ra__back_job *job;
     ra__panel d_o;                     /* its q is dO */
@@ -7094,8 +7095,8 @@ RA__BF_STATIC void ra__load_back_bf16(ra__back_panel *panel, const ra__source *q
     panel->clean &= ra__bf_pack_rows(panel->g_rows, &bf, panel->fwd.rows);
 }
 
-/* PERF: 16 rows at a time instead of single widened rows: all of backward 74 -> 77 % of the peak at
- * D 64, 75 -> 78 % at D 128 (Zen 5, 2048 tokens, 8 heads). */
+/* PERF: single widened rows -> 16 rows at a time. All of backward, Zen 5, 2048 tokens, 8 heads,
+ * share of the peak: D 64 74 -> 77 %, D 128 75 -> 78. */
 RA__BF_STATIC void ra__deltas_bf16(float *delta, const ra__source *o, const ra__source *g,
                                    int32_t rows) {
     if (o->dtype != RA_BF16) {
@@ -7154,45 +7155,43 @@ static const ra__kernel ra__kernel_bf16 = {
 
 /* ---- decoding of q8_0 keys and values by products of integers (AVX512 VNNI and VBMI)
  *
- * vpdpbusd sums the products of 4 unsigned and 4 signed bytes exactly. Keys come in groups of 16,
- * which have one maximum; lane 4 l + i of a vector belongs to key 4 i + l of the group. A matrix of
+ * vpdpbusd sums the products of 4 unsigned and 4 signed bytes exactly. Keys come in units of 16,
+ * which have one maximum; lane 4 l + i of a vector belongs to key 4 i + l of the unit. A matrix of
  * 4 x 4 lanes is then transposed between [row][16 keys] and [key][4 rows] without crossing lanes.
  *
- * Scores: q of a row is unit (256 a + b), where a and b are signed bytes. A step is 8 dims of 8
+ * Scores: q of a row is quantum (256 a + b), where a and b are signed bytes. A step is 8 dims of 8
  * keys; digits of q are broadcast. K comes in as k + 128, because one side is unsigned. A key
  * has two lanes, for dims 0 to 3 and 4 to 7 of each 8, until 32 dims are added. Their sum, less 128
  * times the sum of the digits, is an exact integer, which is multiplied by the scale of K.
- * Values: p times the scale of a block of V is unit (256 a + b), where a and b are unsigned bytes.
- * The unit is a power of two: 2^-15 of that of the largest weight of the row's 16 keys. A step is 4
- * keys of 16 dims. Keys with negative scales come in a second pass, with the opposite sign.
+ * Values: p times the scale of a block of V is quantum (256 a + b), where a and b are unsigned
+ * bytes. The quantum is 2^-15 of the power of two of the row's largest weight. A step is 4 keys of
+ * 16 dims. Keys with negative scales come in a second pass, with the opposite sign.
  *
  * Error: q is off by at most 2^-16 of the largest magnitude of its row, and a weight by 2^-16 of
  * the largest of 16 keys. Elements of K and V are off by up to 2^-8 of the largest of their block.
  *
- * PERF: per key and 4 rows of D 128, 32 products and some 50 other vector operations. A row of
- * 34-byte blocks often crosses a line, which counts as two loads, and loads are scarce: two per
- * cycle. So a broadcast of q is of 8 dims. Weights of 64 keys are made before any of them is used,
- * because each takes long but leaves room for others. Zen 5, cycles per key
- * that is in L1: 48 -> 37 (scores 18 -> 15, values 25 -> 19); over 32768 keys, 32/8 heads, one
- * thread 4.2 -> 3.4 ms, two 2.6 -> 2.1. Four chains of sums for values, and broadcasts of 8 dims
- * in place of 4: one thread 3.14 -> 3.02 ms, [Hkv][T][D] 3.03 -> 2.82; from L1 the broadcasts gain
- * nothing. A key that is in L1 takes 8.6 ns, one of 2048 keys, which L3 holds, 11.0, and one of
- * 32768 11 to 13, where a loop that only reads takes 6 to 7. Three digits each, as exact as f32,
- * would take 1.15 times as long.
- * PERF: where the cycles go, Zen 5, gcc, per key in L1, each phase repeated alone: scores 15.3,
- * maxima and exponentials 1.5, weights 5.8, products of values 10.5, together 33.1; a whole fold
- * takes 34.4. So latency where phases meet costs some 1.3 cycles. Two vpdpbusd issue per cycle,
+ * PERF: a key and 4 rows of D 128 take 32 products and about 50 other vector operations. A row of
+ * 34-byte blocks often crosses a line, which counts as two loads, and only two loads issue per
+ * cycle. So q is broadcast 8 dims at a time. Weights of 64 keys are computed before any is used,
+ * because those of different keys overlap. Zen 5, cycles per key in L1: 48 -> 37 (scores 18 -> 15,
+ * values 25 -> 19); 32768 keys, 32/8 heads, one thread 4.2 -> 3.4 ms, two 2.6 -> 2.1. Four chains
+ * of sums for values, and broadcasts of 8 dims instead of 4: one thread 3.14 -> 3.02 ms,
+ * [Hkv][T][D] 3.03 -> 2.82; in L1 the broadcasts gain nothing. Time per key: 8.6 ns in L1; 11.0 of
+ * 2048 keys, which L3 holds; 11 to 13 of 32768 keys, where a loop that only reads takes 6 to 7.
+ * Three digits instead of two, as exact as f32, would take 1.15 times as long.
+ * PERF: where the cycles go. Zen 5, gcc, per key in L1, each phase repeated alone: scores 15.3,
+ * maxima and exponentials 1.5, weights 5.8, products of values 10.5, together 33.1. A whole fold
+ * takes 34.4, so latency where phases meet costs about 1.3. Two vpdpbusd issue per cycle, which is
  * 16 cycles in all; vshufi32x4, vpermt2b and vinserti64x4 compete with them, vpunpck, shifts and
- * sums do not. One row less takes 2.2 cycles off the scores, which is its products; the other 6 are
- * keys and scales, which products do not hide. Keys of a block of 32 dims loaded beside the
- * products of the block before take the scores to 14.8; scales copied by integer instructions
- * besides: 16.1.
- * PERF: all of decoding, 32768 keys, 32/8 heads, D 128, one thread, Zen 5, ns per key: 14.3; with
- * keys loaded a block earlier 12.3; with sums of whole blocks added to acc at once 11.8 (485 calls
- * of each in turn; [Hkv][T][D] 11.9, 11.9, 11.7). The same code with always the same keys takes
- * 11.7, and without prefetches 10.2. Before, queries and sums of one head for all 8 took 0.8 off.
- * Prefetching the next head's keys from level 2 into level 1 besides is slower: 12.3. With memory
- * prefetched into level 2 and then into level 1: 15.5. */
+ * sums do not. One row less takes 2.2 cycles off the scores: its products. Another 6 are keys and
+ * scales, which products do not hide. With keys of a block of 32 dims loaded beside the products of
+ * the block before, scores take 14.8; with scales also copied by integer instructions, 16.1.
+ * PERF: all of decoding. Zen 5, one thread, 32768 keys, 32/8 heads, D 128, ns per key: 14.3; keys
+ * loaded a block earlier 12.3; also sums of whole blocks added to acc at once 11.8 (485 calls of
+ * each in turn; [Hkv][T][D] 11.9, 11.9, 11.7). With the same keys each time it takes 11.7, and
+ * without prefetches 10.2. Before, using queries and sums of one head for all 8 took 0.8 off.
+ * Slower: also prefetching the next head's keys from L2 into L1, 12.3; prefetching memory into L2
+ * and then into L1, 15.5. */
 #define RA__Q8_TARGET                                                                            \
     RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")
 #define RA__Q8_STATIC RA__UNUSED RA__Q8_TARGET static
@@ -7205,13 +7204,13 @@ enum { RA__Q8_TINY = 27 << 23 };       /* 2^-100 as bits of f32 */
 typedef struct ra__q8_queries {
     int8_t digit[4][2][32];            /* of each row: b, a */
     int32_t start[4];                  /* -128 times the sum of 256 a + b */
-    float unit[4];                     /* times the factor of scores */
+    float quantum[4];                  /* times the factor of scores */
 } ra__q8_queries;
 
 /* Weights of 16 keys for RA__Q8_BLOCKS blocks of V. */
 typedef struct ra__q8_weights {
     uint8_t digit[RA__Q8_BLOCKS][2][64]; /* per block and 8 keys: [row][digit][8 keys] */
-    float unit[4 * RA__Q8_BLOCKS];     /* [block][row] */
+    float quantum[4 * RA__Q8_BLOCKS];  /* [block][row] */
 } ra__q8_weights;
 
 /* Rows of 16 keys of K or V. If all exist, four[i] is that of key 4 i; otherwise row[i] is that of
@@ -7220,7 +7219,7 @@ typedef struct ra__q8_rows {
     const uint8_t *four[4], *row[RA__Q8_KEYS];
     int64_t stride;
 } ra__q8_rows;
-/* On to the next 16 keys, if all exist. */
+/* Advances to the next 16 keys, all of which exist. */
 RA__Q8_INLINE void ra__q8_next_rows(ra__q8_rows *x) {
     RA__UNROLL for (int32_t i = 0; i < 4; i++) x->four[i] += RA__Q8_KEYS * x->stride;
 }
@@ -7264,8 +7263,8 @@ RA__Q8_INLINE __m512i ra__q8_join(const uint8_t *a, const uint8_t *b) {
 
 /* Scales of two blocks of 16 keys, the first at `at`; both: there is a second one. Word i of
  * half[h] is of key 8 h + i and the first block, word 17 + i of the second. Each key is loaded from
- * where its scales come to their words, so that nothing has to be moved. Bytes that are masked need
- * not exist. */
+ * an address that puts its scales at their words, so that nothing has to be moved. Masked bytes
+ * need not exist. */
 RA__Q8_INLINE void ra__q8_scales(__m512i *half, const ra__q8_rows *x, int64_t at, int32_t both,
                                  const int32_t whole) {
     __mmask32 m = both ? 0x20001 : 1;
@@ -7280,7 +7279,7 @@ RA__Q8_INLINE void ra__q8_scales(__m512i *half, const ra__q8_rows *x, int64_t at
 }
 
 /* Loads 32 dims of 8 keys: x[2 i + h] gets dims 8 i to 8 i + 7 of keys 8 h to 8 h + 7 as unsigned
- * bytes. Pairs of lanes of both h are in the order of lanes. */
+ * bytes. A key has two adjacent lanes. Their sums, joined from both h, are in lane order. */
 RA__Q8_INLINE void ra__q8_load_keys(__m512i *x, const ra__q8_rows *rows, int64_t at,
                                     const int32_t h, const int32_t whole) {
     const __m512i flip = _mm512_set1_epi8(-128);
@@ -7333,10 +7332,10 @@ RA__Q8_INLINE void ra__q8_transpose(__m512 *v) {
     v[3] = _mm512_shuffle_ps(b, d, 0xee);
 }
 
-/* Scores [key][4 rows] of groups of 16 keys, `groups` of them if they are whole, otherwise one.
+/* Scores [key][4 rows] of units of 16 keys, `units` of them if they are whole, otherwise one.
  * Missing rows have 0. Keys of a block are loaded beside the products of the block before. */
 RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decode_keys *keys,
-                                    int32_t j, float *s, int32_t groups, const int32_t whole) {
+                                    int32_t j, float *s, int32_t units, const int32_t whole) {
     const __m256i lanes = _mm256_setr_epi16(0, 4, 32, 36, 1, 5, 33, 37, 2, 6, 34, 38,
                                             3, 7, 35, 39);
     const int32_t blocks = rows->d->k_dim / 32, n = rows->count;
@@ -7347,7 +7346,7 @@ RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decod
     __m512i k[8], next[8], half[2];
     ra__q8_find_rows(&x, keys->k + j * keys->k_stride, keys->k_stride, keys->n - j, whole);
     RA__UNROLL for (int32_t h = 0; h < 2; h++) ra__q8_load_keys(next, &x, 2, h, whole);
-    for (int32_t g = 0; g < groups; g++, s += 4 * RA__Q8_KEYS) {
+    for (int32_t g = 0; g < units; g++, s += 4 * RA__Q8_KEYS) {
         const ra__q8_queries *q = first;
         __m512 sum[4];
         RA__UNROLL for (int32_t r = 0; r < 4; r++) sum[r] = _mm512_setzero_ps();
@@ -7360,7 +7359,7 @@ RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decod
             const __m512 scale = _mm512_cvtph_ps(_mm512_castsi512_si256(
                 _mm512_permutex2var_epi16(half[0], where, half[1])));
             at += b + 1 < blocks ? RA__Q8_BYTES : 0;
-            if (b + 1 == blocks && g + 1 < groups) {
+            if (b + 1 == blocks && g + 1 < units) {
                 ra__q8_next_rows(&x);
                 at = 0;
             }
@@ -7373,7 +7372,7 @@ RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decod
             if (streams && b % 2) ra__q8_prefetch(at_line, 4, 1); /* 2 blocks: 17 lines */
         }
         RA__UNROLL for (int32_t r = 0; r < 4; r++)
-            sum[r] = _mm512_mul_ps(sum[r], _mm512_set1_ps(first->unit[r]));
+            sum[r] = _mm512_mul_ps(sum[r], _mm512_set1_ps(first->quantum[r]));
         ra__q8_transpose(sum);
         RA__UNROLL for (int32_t i = 0; i < 4; i++) _mm512_storeu_ps(s + 16 * i, sum[i]);
     }
@@ -7381,8 +7380,8 @@ RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decod
 
 RA__NOINLINE RA__Q8_TARGET void ra__q8_scores(const ra__decode_rows *rows,
                                               const ra__decode_keys *keys, float *s) {
-    const int32_t groups = keys->n / RA__Q8_KEYS, j = groups * RA__Q8_KEYS;
-    if (groups) ra__q8_scores_of(rows, keys, 0, s, groups, 1);
+    const int32_t units = keys->n / RA__Q8_KEYS, j = units * RA__Q8_KEYS;
+    if (units) ra__q8_scores_of(rows, keys, 0, s, units, 1);
     if (j < keys->n) ra__q8_scores_of(rows, keys, j, s + 4 * j, 1, 0);
 }
 
@@ -7411,23 +7410,23 @@ RA__Q8_INLINE int32_t ra__q8_spread(__m512 (*scale)[4], const ra__q8_rows *x, in
     return _mm512_movepi16_mask(all) != 0;
 }
 
-/* Values of groups of 16 keys, to be added to the sums of `blocks` blocks. */
+/* Values of units of 16 keys, to be added to the sums of `blocks` blocks. */
 typedef struct ra__q8_work {
-    ra__q8_rows rows;                  /* of the first group, at the first block */
-    ra__q8_weights *w;                 /* [groups] */
+    ra__q8_rows rows;                  /* of the first unit, at the first block */
+    ra__q8_weights *w;                 /* [units] */
     float *acc;                        /* [blocks][4 rows][32 dims] */
     ra__stream *streams;
-    int32_t groups, blocks, count;     /* count: of rows that exist */
+    int32_t units, blocks, count;      /* count: of rows that exist */
     int32_t fresh;                     /* 1: acc has no sums yet */
     float *total;                      /* not null: these are all keys of a block, whose sums are
                                         * added to total, [blocks][4 rows][32 dims] */
-    uint64_t seen;                     /* bit 4 j + r: row r sees key j; if a group is not whole */
+    uint64_t seen;                     /* bit 4 j + r: row r sees key j; if a unit is not whole */
 } ra__q8_work;
 
-/* Weights of group g: p [16 keys][4 rows] times the scales of V, of keys whose scale has this sign
- * and which the row sees. Returns 1 if some scale has the other sign. The unit is a power of two,
- * 2^-15 of that of the largest weight; 2^23 units added leave the number of units in the low bits.
- * NaN is the largest of all integers here, so that the unit becomes NaN. */
+/* Weights of unit g: p [16 keys][4 rows] times the scales of V, of keys whose scale has this sign
+ * and which the row sees. Returns 1 if some scale has the other sign. The quantum is a power of
+ * two, 2^-15 of that of the largest weight. Adding 2^23 quanta leaves the number of quanta in the
+ * low bits. NaN is the largest of all integers here, so that the quantum becomes NaN. */
 RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float *p,
                                    int32_t negative, const int32_t whole) {
     const int64_t at = RA__Q8_KEYS * g * x->rows.stride;
@@ -7439,7 +7438,7 @@ RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float 
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 64, 1, 65, 4, 68, 5, 69, 8, 72, 9, 73, 12, 76, 13,
                                              77), _mm512_set1_epi32(0x01010101)),
         _mm512_set1_epi32(0x30201000));
-    __m512i w[RA__Q8_BLOCKS][4], top[RA__Q8_BLOCKS], unit;
+    __m512i w[RA__Q8_BLOCKS][4], top[RA__Q8_BLOCKS], quantum;
     __m512 scale[RA__Q8_BLOCKS][4];
     int32_t other = 0, masked = negative || !whole;
     masked |= ra__q8_spread(scale, &x->rows, at, x->blocks, whole);
@@ -7457,16 +7456,16 @@ RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float 
             top[b] = i ? _mm512_max_epi32(top[b], w[b][i]) : w[b][i];
         }
     }
-    unit = ra__q8_tops_of_halves(ra__q8_tops_of_halves(top[0], top[1]),
-                                 ra__q8_tops_of_halves(top[2], top[3]));
-    top[0] = _mm512_max_epi32(unit, _mm512_set1_epi32(RA__Q8_TINY));
-    unit = _mm512_and_si512(top[0], infinity);
-    top[1] = _mm512_add_epi32(unit, _mm512_set1_epi32(8 << 23));
-    unit = _mm512_sub_epi32(unit, _mm512_set1_epi32(15 << 23));
-    if (negative) unit = _mm512_or_si512(unit, _mm512_set1_epi32(INT32_MIN));
-    unit = _mm512_mask_mov_epi32(unit, _mm512_cmpge_epi32_mask(top[0], infinity),
-                                 _mm512_set1_epi32(0x7fc00000));
-    _mm512_storeu_si512(to->unit, unit);
+    quantum = ra__q8_tops_of_halves(ra__q8_tops_of_halves(top[0], top[1]),
+                                    ra__q8_tops_of_halves(top[2], top[3]));
+    top[0] = _mm512_max_epi32(quantum, _mm512_set1_epi32(RA__Q8_TINY));
+    quantum = _mm512_and_si512(top[0], infinity);
+    top[1] = _mm512_add_epi32(quantum, _mm512_set1_epi32(8 << 23));
+    quantum = _mm512_sub_epi32(quantum, _mm512_set1_epi32(15 << 23));
+    if (negative) quantum = _mm512_or_si512(quantum, _mm512_set1_epi32(INT32_MIN));
+    quantum = _mm512_mask_mov_epi32(quantum, _mm512_cmpge_epi32_mask(top[0], infinity),
+                                    _mm512_set1_epi32(0x7fc00000));
+    _mm512_storeu_si512(to->quantum, quantum);
     RA__UNROLL for (int32_t b = 0; b < RA__Q8_BLOCKS; b++) {
         const __m512i bias = _mm512_permutexvar_epi32(
             _mm512_add_epi32(lanes, _mm512_set1_epi32(4 * b)), top[1]);
@@ -7495,7 +7494,7 @@ RA__Q8_INLINE void ra__q8_load_values(__m512i *v, const ra__q8_rows *x, int64_t 
 }
 
 /* c[0], c[1] += digits times v, for a row and 32 dims. */
-RA__Q8_INLINE void ra__q8_add(__m512 *c, const uint8_t (*digit)[64], int32_t r, float unit,
+RA__Q8_INLINE void ra__q8_add(__m512 *c, const uint8_t (*digit)[64], int32_t r, float quantum,
                               const __m512i *v) {
     __m512i z[2][2];
     RA__UNROLL for (int32_t i = 0; i < 4; i++) z[i / 2][i % 2] = _mm512_setzero_si512();
@@ -7510,17 +7509,17 @@ RA__Q8_INLINE void ra__q8_add(__m512 *c, const uint8_t (*digit)[64], int32_t r, 
     RA__UNROLL for (int32_t t = 0; t < 2; t++)
         c[t] = _mm512_fmadd_ps(
             _mm512_cvtepi32_ps(_mm512_add_epi32(z[0][t], _mm512_slli_epi32(z[1][t], 8))),
-            _mm512_set1_ps(unit), c[t]);
+            _mm512_set1_ps(quantum), c[t]);
 }
 
-/* Adds block b of groups [g, end). */
+/* Adds block b of units [g, end). */
 RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, int32_t end,
                                     int32_t fresh, const int32_t whole) {
     const __m512i where = _mm512_add_epi32(
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                            _mm512_set1_epi32(0x01010101)), _mm512_set1_epi32(0x60402000));
     const int32_t n = x->count;
-    float *acc = x->acc + 128 * b, *total = end == x->groups && g == 0 ? x->total : NULL;
+    float *acc = x->acc + 128 * b, *total = end == x->units && g == 0 ? x->total : NULL;
     int64_t at = RA__Q8_KEYS * g * x->rows.stride + b * RA__Q8_BYTES + 2;
     uintptr_t at_line[2] = { 0, 0 };
     __m512i v[8], next[8];
@@ -7535,7 +7534,7 @@ RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, 
         ra__q8_advance(at_line, x->streams, 4);
         RA__UNROLL for (int32_t i = 0; i < 8; i++) v[i] = next[i];
         RA__UNROLL for (int32_t r = 0; r < 4; r++) {
-            if (r < n) ra__q8_add(c[r], w->digit[b], r, w->unit[4 * b + r], v);
+            if (r < n) ra__q8_add(c[r], w->digit[b], r, w->quantum[4 * b + r], v);
             ra__q8_load_values(next, &x->rows, at, r, where, whole);
             if (x->streams) ra__q8_prefetch(at_line, r, 1);
         }
@@ -7547,15 +7546,14 @@ RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, 
     }
 }
 
-/* Adds up to RA__Q8_BLOCKS blocks; p: [group][16 keys][4 rows]. Weights of all groups are made
- * first, because those of one take long but leave room for others. A group with negative scales is
- * added alone, and twice. */
+/* Adds up to RA__Q8_BLOCKS blocks; p: [unit][16 keys][4 rows]. Weights of all units come first,
+ * because those of different units overlap. A unit with negative scales is added alone, twice. */
 RA__Q8_INLINE void ra__q8_add_blocks(const ra__q8_work *x, const float *p, const int32_t whole) {
     int32_t more = 0;
-    for (int32_t g = 0; g < x->groups; g++) more |= ra__q8_weigh(x, g, p, 0, whole) << g;
-    for (int32_t g = 0, end; g < x->groups; g = end) {
+    for (int32_t g = 0; g < x->units; g++) more |= ra__q8_weigh(x, g, p, 0, whole) << g;
+    for (int32_t g = 0, end; g < x->units; g = end) {
         const int32_t twice = more >> g & 1;
-        end = more ? g + 1 : x->groups;
+        end = more ? g + 1 : x->units;
         for (int32_t negative = 0; negative <= twice; negative++) {
             if (negative) (void)ra__q8_weigh(x, g, p, 1, whole);
             for (int32_t b = 0; b < x->blocks; b++)
@@ -7567,7 +7565,7 @@ RA__Q8_INLINE void ra__q8_add_blocks(const ra__q8_work *x, const float *p, const
                                                      _mm512_loadu_ps(x->acc + i)));
 }
 
-/* Adds p V of n keys from key j on, p being [key][4 rows]. More than 16 are whole groups. */
+/* Adds p V of n keys from key j on, p being [key][4 rows]. More than 16 are whole units. */
 RA__Q8_INLINE void ra__q8_add_keys(const ra__decode_rows *rows, const ra__decode_keys *keys,
                                    int32_t j, int32_t n, const float *p, const int32_t whole) {
     const int32_t blocks = rows->d->v_dim / 32;
@@ -7575,7 +7573,7 @@ RA__Q8_INLINE void ra__q8_add_keys(const ra__decode_rows *rows, const ra__decode
     ra__q8_work x;
     x.w = w;
     x.streams = keys->streams;
-    x.groups = (n + RA__Q8_KEYS - 1) / RA__Q8_KEYS;
+    x.units = (n + RA__Q8_KEYS - 1) / RA__Q8_KEYS;
     x.count = rows->count;
     x.fresh = !rows->has_keys;
     x.seen = keys->seen;
@@ -7603,8 +7601,8 @@ RA__Q8_INLINE void ra__q8_close(ra__decode_rows *rows) {
     rows->has_keys = 0;
 }
 
-/* Adds groups of 16 keys from key j on, whose scores are in s, as long as maxima hold. Groups have
- * one maximum, which rises before they are added. */
+/* Adds keys all at once if maxima hold, otherwise by a unit of 16 keys at a time. A maximum rises
+ * once per unit, before the unit is added. */
 RA__Q8_STATIC void ra__decode_fold_q8(ra__decode_rows *rows, const ra__decode_keys *keys,
                                       int32_t n) {
     const __m512 low = _mm512_set1_ps(ra__neg_inf());
@@ -7656,14 +7654,14 @@ RA__Q8_INLINE void ra__q8_digits(ra__q8_queries *q, int32_t r, const float *x, f
     for (int32_t i = 0; i < 4; i++) q->start[r] -= sums[i] + 256 * sums[4 + i];
 }
 
-/* Row r of q in digits. A row with a NaN or an infinity has NaN for its unit. */
+/* Row r of q in digits. A row with a NaN or an infinity has NaN for its quantum. */
 RA__Q8_STATIC void ra__decode_load_q8(ra__decode_rows *rows, int32_t r, const void *src,
                                       float factor) {
     const int32_t dim = rows->d->k_dim, dtype = rows->d->q_dtype, size = dtype == RA_F32 ? 4 : 2;
     const uint8_t *from = (const uint8_t *)src;
     ra__q8_queries *q = (ra__q8_queries *)(void *)rows->q;
     __m512i most = _mm512_setzero_si512();
-    float x[32], top, turns = 0.0f, unit = 0.0f;
+    float x[32], top, turns = 0.0f, quantum = 0.0f;
     int32_t bits;
     for (int32_t d = 0; d < dim; d += 32) {
         ra__read_row_avx512(x, from + (int64_t)d * size, dtype, 32);
@@ -7673,16 +7671,16 @@ RA__Q8_STATIC void ra__decode_load_q8(ra__decode_rows *rows, int32_t r, const vo
     }
     bits = _mm512_reduce_max_epi32(most);
     memcpy(&top, &bits, sizeof top);
-    if (!ra__is_finite(top)) unit = top - top;
+    if (!ra__is_finite(top)) quantum = top - top;
     else if (bits > RA__Q8_TINY) {
         turns = 32512.0f / top;
-        unit = top / 32512.0f * factor;
+        quantum = top / 32512.0f * factor;
     }
     for (int32_t d = 0; d < dim; d += 32, q++) {
         memset(x, 0, sizeof x);
         if (turns > 0.0f) ra__read_row_avx512(x, from + (int64_t)d * size, dtype, 32);
         ra__q8_digits(q, r, x, turns);
-        q->unit[r] = unit;
+        q->quantum[r] = quantum;
     }
 }
 
@@ -7715,9 +7713,9 @@ static const ra__kernel ra__kernel_q8 = {
  *   - vdpbf16ps and vcvtne2ps2pbh beside tile products cost a third, so l is summed from p by masks
  *     and additions.
  *
- * All tiles go through six operations. With RA__AMX_SOFT these are vector code on an array, and
- * tests run this room on any machine with AVX512 BF16. Without it they are inline assembly, because
- * gcc 12's _tile_loadconfig drops the stores to its operand and needs literal tile numbers. */
+ * All tiles go through six operations. With RA__AMX_SOFT these are vector code on an array, so that
+ * tests run on any machine with AVX512 BF16. Otherwise they are inline assembly, because gcc 12's
+ * _tile_loadconfig drops the stores to its operand and needs literal tile numbers. */
 #if defined(RA__AMX_SOFT)
 #define RA__AMX_TARGET RA__BF_TARGET
 #else
@@ -7781,8 +7779,8 @@ RA__AMX_STATIC void ra__tile_dot(ra__amx_state *amx, int32_t c) {
     }
 }
 #else
-/* Palette 1: eight tiles of 16 rows of 64 bytes. The tile state of the caller is lost, and
- * ra__tile_end leaves none behind. */
+/* Palette 1: eight tiles of 16 rows of 64 bytes. The caller's tile state is lost, and ra__tile_end
+ * releases the tiles. */
 RA__AMX_INLINE void ra__tile_begin(ra__amx_state *amx) {
     struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } c;
     (void)amx;
@@ -8166,7 +8164,7 @@ typedef struct ra__amx_back_state {
     int32_t count;
     ra__bf_back under_way[2];          /* job i is in under_way[i % 2] */
 } ra__amx_back_state;
-enum { RA__AMX_SLOTS = 4 };            /* P and dS of two pairs of panels: one written, one read */
+enum { RA__AMX_SLOTS = 4 };            /* P and dS of four panels: two are written, two read */
 
 /* Replaces every NaN by one without a payload, because rounding could lose the payload. */
 RA__AMX_INLINE __m512 ra__amx_plain_nan(__m512 x) {
@@ -8471,7 +8469,7 @@ static int32_t ra__isa_bf16_fast(void) {
 }
 
 /* 1 if the processor has tiles with bf16 products and this process may use them. Linux grants the
- * use to a process that calls arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA). It may do so again. */
+ * use to a process that calls arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA), once or repeatedly. */
 static int32_t ra__isa_amx(uint32_t d7, uint32_t xcr0) {
 #if defined(RA__AMX_SOFT)
     (void)d7;
@@ -8491,7 +8489,7 @@ static int32_t ra__isa_amx(uint32_t d7, uint32_t xcr0) {
 #endif
 }
 
-/* Bit `isa` is set for each available instruction set. CPUID: Intel SDM volume 2A; XCR0: volume 1,
+/* Returns bit `isa` for each available instruction set. CPUID: Intel SDM volume 2A; XCR0: volume 1,
  * section 13.3. */
 static uint32_t ra__isa_probe(void) {
     uint32_t fma_f16c_osxsave = 1u << 12 | 1u << 29 | 1u << 27;
@@ -8587,7 +8585,7 @@ static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
     return ra__kernel_f32(d->isa);
 }
 
-/* The kernel for decoding. AMX has none and takes that of AVX-512. */
+/* The kernel for decoding. AMX has none of its own and decodes with that of AVX-512. */
 static RA__UNUSED const ra__kernel *ra__kernel_decode(const ra_desc *d) {
 #if RA__X86
     const int32_t int8 = d->k_dtype == RA_Q8_0 && (d->v_in_k || d->v_dtype == RA_Q8_0);
@@ -8598,13 +8596,13 @@ static RA__UNUSED const ra__kernel *ra__kernel_decode(const ra_desc *d) {
     return kernel->decode_fold ? kernel : ra__kernel_f32(d->isa);
 }
 
-/* 1 if decoding takes decode_near: not on Zen 3 and Zen 4, see DECODE. */
+/* 1 if decoding uses decode_near: not on Zen 3 and Zen 4, see DECODE. */
 RA__INLINE int ra__decodes_near(void) {
     return !(ra__isa_detect() & (uint32_t)RA__FAMILY_19);
 }
 
-/* 1 if tiles prefetch into the level 1 cache: those of several panels rows, see ra__prefetch_some,
- * those of at most 32 rows lines. AMX does not, because its operands bypass level 1. */
+/* 1 if tiles prefetch into the L1 cache: rows (see ra__prefetch_some), or with at most 32 query
+ * rows single lines. AMX does not, because its operands bypass L1. */
 RA__INLINE int ra__prefetches_level1(const ra_desc *d) {
     return ra__decodes_near() && d->isa != RA_ISA_AMX;
 }
@@ -8641,7 +8639,7 @@ RINGATTN_API const char *ra_isa_name(int32_t isa) {
  * RA__CRC_POLY over two elements, whose bit 31 is the coefficient of x^0. */
 #define RA__CRC_POLY 0x82f63b78u
 
-/* 8 bytes at a time by tables. Each call makes them, which takes as long as 4 KiB of data. */
+/* By tables, 8 bytes at a time. Each call makes them, which takes as long as 4 KiB of data. */
 static uint32_t ra__crc_by_table(uint32_t crc, const uint8_t *p, int64_t n) {
     uint32_t table[8][256];
     for (uint32_t i = 0; i < 256; i++) {
@@ -8689,8 +8687,7 @@ RA__INLINE uint32_t ra__crc_word(uint32_t crc, const uint8_t *p) {
 }
 
 /* PERF: the instruction takes 3 cycles, and one can begin in every cycle. So long data are cut into
- * three parts that are computed in turn, 8 bytes of each. The CRC of a part is then multiplied by x
- * to the power of the number of bits after it. */
+ * thirds, which take turns. The CRC of a third is multiplied by x^n for the n bits after it. */
 static uint32_t ra__crc_by_word(uint32_t crc, const uint8_t *p, int64_t n) {
     const int64_t part = n / 24 * 8;
     if (part >= 1 << 14) {
@@ -8715,8 +8712,8 @@ static uint32_t ra__crc_by_word(uint32_t crc, const uint8_t *p, int64_t n) {
 }
 #endif
 
-/* The CRC of some bytes, which alone have the CRC `crc` (0: there are none), and the n bytes of
- * `data` after them. */
+/* The CRC of the n bytes of `data` and what comes before them. crc: of what comes before; 0: there
+ * is nothing. */
 static uint32_t ra__crc(uint32_t crc, const void *data, int64_t n) {
     const uint8_t *p = (const uint8_t *)data;
 #if RA__X86 || RA__NEON
@@ -8732,8 +8729,7 @@ RA__OPTIMIZE_BEGIN("O1,inline-small-functions")
 /* ========================================================================== GEOMETRY
  * Positions and masks: which rows a rank holds, and which keys a row sees. In: descriptor. Out:
  * runs of rows, blocks of at most 64 rows, intervals per row, bounds per block, and the class of a
- * pair of blocks (empty, partial, full). All comparisons of positions happen here and in the
- * kernels. */
+ * tile (empty, partial, full). All comparisons of positions happen here and in the kernels. */
 
 /* Rows [row, row + rows) of a shard hold positions pos, pos + stride, ...; with positions from an
  * array pos is unused. */
@@ -9291,7 +9287,7 @@ static void ra__pairs_edges(const ra_mask *m, int64_t doc, int64_t last, int64_t
         }
 }
 
-/* Visible pairs of the rows of a segment with the dense positions [0, end). */
+/* Visible (query, key) pairs of the rows of a segment with the dense positions [0, end). */
 static int64_t ra__pairs_seg(const ra_mask *m, int64_t end, const ra__seg *s) {
     ra__doc_rows at = { 0, 0, 0, 0, 0 };
     int64_t n = 0;
@@ -9408,8 +9404,8 @@ RA__INLINE int64_t ra__chunk_blocks(const ra__chunk *c) {
     return c->segs > 1 ? ra__seg_blocks(c, 0) + ra__seg_blocks(c, 1) : ra__seg_blocks(c, 0);
 }
 
-/* Block i of chunk c in folding order: downwards under RA_ORDER_DESCENDING; with zigzag the pairs
- * {k, n - 1 - k}, front block first; otherwise upwards. *which: its segment. */
+/* Block i of chunk c in folding order: downwards under RA_ORDER_DESCENDING; with zigzag mirrored
+ * pairs {k, n - 1 - k}, front block first; otherwise upwards. *which: its segment. */
 static ra__seg ra__chunk_block(const ra__chunk *c, int32_t order, int64_t i, int32_t *which) {
     int64_t n0 = ra__ceil_div(c->seg[0].rows, RA_BLOCK_TOKENS), n1, pair;
     *which = 0;
@@ -11529,22 +11525,22 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
 }
 
 /* ========================================================================== BACKWARD
- * Computes: gradients of some query rows and of the keys of one chunk, from O's gradient and the
- * global LSE. In: the call's tensors and where the keys are. Out: f32 sums of dQ, dK and dV, which
- * start at 0 and are handed to the caller once. Nothing of size Tq x Tk is stored: P is computed
- * again from Q, K and LSE, tile by tile (FlashAttention-2, arXiv 2307.08691, section 3.2).
+ * Gradients of some query rows and of the keys of one chunk, from the gradient of O and the LSE
+ * over all keys. In: the call's tensors, and where the keys are. Out: f32 sums of dQ, dK and dV,
+ * which start at 0 and are handed to the caller once. Nothing of size Tq x Tk is stored: P is
+ * computed again from Q, K and LSE, tile by tile (FlashAttention-2, arXiv 2307.08691, 3.2).
  *
- * The order of sums is fixed, so that bits depend neither on ranks nor threads nor chunks. A unit
- * is a block of the grid, or with zigzag the pair of blocks {k, n - 1 - k}, front first. The dQ of
- * a row sums blocks of keys in the row's forward order. The dK and dV of a block of keys sum query
- * blocks by unit, all heads of the group for each: first their own unit and those after it
- * (RA__AFTER), then those before it (RA__BEFORE), ascending in both. In a ring the sums of a chunk
- * start at its owner with RA__AFTER, travel, and return to the owner for RA__BEFORE. Loops go over
- * query blocks, ascending, and inside over key blocks in forward's order.
+ * The order of sums is fixed, so bits depend on neither ranks, threads nor chunks. A unit is a
+ * block of the grid, or with zigzag the mirrored blocks k and n - 1 - k, front first. The dQ of a
+ * row sums blocks of keys in the row's forward order. The dK and dV of a block of keys sum query
+ * blocks by unit, with all heads of the group for each: first their own unit and those after it
+ * (RA__AFTER), then those before it (RA__BEFORE), both ascending. In a ring the sums of a chunk
+ * start at its owner with RA__AFTER, travel, and return to the owner for RA__BEFORE. The outer loop
+ * goes over query blocks, ascending, the inner one over blocks of keys in the order of forward.
  *
  * With RA_TRAVEL_Q the roles are exchanged: dK and dV sum query blocks from the first to the last,
- * and dQ sums keys by unit, from the row's own unit on and then those before it. So RA__AFTER is
- * query units up to the key's. If queries and keys are not the same positions all is RA__AFTER. */
+ * and dQ sums keys by unit, from the row's own unit on and then those before it. RA__AFTER then
+ * means query units up to the key's. If queries and keys differ in positions, it is all tiles. */
 
 /* Tiles whose query unit is not below the key's, and the others. */
 enum { RA__AFTER = 1, RA__BEFORE = 2, RA__BOTH = 3 };
@@ -11560,19 +11556,19 @@ typedef struct ra__back {
     const float *delta;                /* [B][rows][Hq], strides of m and l in w; null: computed
                                         * from O and dO when a panel is loaded */
     int32_t square;                    /* 1: queries and keys are the same positions of the grid */
-    const ra__chunk *rows;             /* RA_TRAVEL_Q: the query rows of the views; null: the
-                                        * side's */
-    const ra__bounds *stripe;          /* [stripes] what each `stripe_blocks` query blocks of a
-                                        * sequence see together, by unit; null: not known */
+    const ra__chunk *rows;             /* RA_TRAVEL_Q: the query rows that the views have; null:
+                                        * those of w->q_side */
+    const ra__bounds *stripe;          /* [stripes] of a sequence, `stripe_blocks` query blocks by
+                                        * unit each: what their rows see; null: not known */
     int64_t stripe_blocks, stripes;
 } ra__back;
 
-/* Where the sums of one task are, f32, strides in bytes; data null: not wanted. */
+/* Where the f32 sums of one task are, with strides in bytes; data null: not requested. */
 typedef struct ra__grads {
     ra__view dq;                       /* row 0 and first head of the group; token, head strides */
     ra__view dk[2], dv[2];             /* first row of each segment of the item, this kv head.
                                         * v_in_k: dv are columns of dk */
-    int32_t edge;                      /* RA__FIRST: dQ starts at 0, dq is not read; RA__LAST: it
+    int32_t edge;                      /* RA__FIRST: dQ starts at 0, dq is not read; RA__LAST: dQ
                                         * goes to the caller's d_q, dq is not written */
     int32_t bias;                      /* 1: add to the caller's d_bias */
 } ra__grads;
@@ -11585,8 +11581,8 @@ typedef struct ra__back_slice {
     int32_t want_q, want_k, part, parts;
 } ra__back_slice;
 
-/* Points g at the sums of a chunk's keys, of one head, in arrays of all the shard's rows:
- * sums[0] of dK, sums[1] of dV, data null if they are not wanted. Under v_in_k dV is part of dK. */
+/* Points g at the sums of a chunk's keys, of one head, in arrays with all rows of the shard:
+ * sums[0] of dK, sums[1] of dV; data null: not requested. Under v_in_k dV is part of dK. */
 static void ra__grads_at(const ra_desc *d, const ra__chunk *c, const ra__view sums[2],
                          int32_t head, ra__grads *g) {
     ra__view dk = sums[0], dv = sums[1];
@@ -11615,7 +11611,7 @@ static void ra__item_cut(ra__item *item, ra__grads *g, int64_t from, int64_t to)
     }
 }
 
-/* Part `part` of `parts` of an item's blocks of keys. */
+/* Cuts an item down to part `part` of `parts` of its blocks of keys. */
 static void ra__item_part(ra__item *item, ra__grads *g, int32_t part, int32_t parts) {
     int64_t units = ra__chunk_units(&item->c);
     ra__item_cut(item, g, ra__part(units, parts, part), ra__part(units, parts, part + 1));
@@ -11641,8 +11637,8 @@ static void ra__slice_keys(const ra__work *w, const ra__back_slice *s, const ra_
     if (!s->want_q) ra__item_part(item, g, s->part, s->parts);
 }
 
-/* 1 if a slice adds to the gradient of the bias: if that is one sum per key the slices with dK do,
- * otherwise those with dQ. */
+/* 1 if a slice adds to the gradient of the bias. If that has one sum per key, the slices with dK
+ * add to it, otherwise those with dQ. */
 static int32_t ra__slice_adds_bias(const ra__work *w, const ra__back_slice *s) {
     return w->t->d_bias.row_step == 0 ? s->want_k : s->want_q;
 }
@@ -11660,9 +11656,9 @@ typedef struct ra__back_scratch {
     ra__back_job job[RA__BACK_PANELS];
     ra__prefetch_list ahead;
     int32_t next_panels, prefetched;   /* panels of the next batch; how many are prefetched */
-    ra__key_scratch store;             /* [most]: of block i, or of one that is not kept */
+    ra__key_scratch store;             /* [most] blocks; the last one is not kept */
     ra__bytes size;
-    ra__prepared *prepared;                  /* [most] */
+    ra__prepared *prepared;            /* [most] */
     int64_t most;
     int32_t *pos;
     int32_t panels;                    /* as many as the kernel takes at a time */
@@ -11674,12 +11670,12 @@ typedef struct ra__back_scratch {
     int32_t loaded, any_tile;          /* 1: the batch is loaded; it has tiles to compute */
     int64_t left;                      /* work that this step may still do, see RA__TILE_WORK */
     ra__between between;
-    double sum;                        /* of a sink's gradient, up to this query block: */
+    double sum;                        /* of a sink's gradient, over the blocks before: */
     int64_t sum_block;
     int32_t sum_sequence;
 } ra__back_scratch;
 
-/* Up to `blocks` blocks of keys are kept prepared, for tasks of several batches of panels. */
+/* blocks: how many blocks of keys may be kept prepared for further batches of a task's panels. */
 static void ra__back_carve(ra__arena *a, const ra_desc *d, int64_t blocks, ra__back_scratch *x) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float), tile = lane * RA_BLOCK_TOKENS;
     const int64_t k_dim = ra__round_up(d->k_dim, 32); /* as AMX pads */
@@ -11747,15 +11743,15 @@ static ra__source ra__source_at(ra__view v, int32_t b, int64_t row, int64_t head
     return s;
 }
 
-/* 1: weights can be computed again from this LSE: half an ulp of it, and half an ulp of it times
- * log2(e), change them by a factor of at most e. With larger scores, such as those of a row in
- * which -1e9 masks every key, the number of keys is lost in rounding. */
+/* 1 if weights can be computed again from this LSE: its rounding, and that of its product with
+ * log2(e), changes them by a factor of at most e. In a larger LSE, such as that of a row where a
+ * bias of -1e9 masks every key, the sum over the keys is lost in rounding. */
 RA__INLINE int ra__lse_serves(float lse) {
     return !(lse <= -8388608.0f) && !(lse >= 8388608.0f && lse <= 3.40282347e38f);
 }
 
-/* Sets the LSE in base 2 and delta of a panel's rows. LSE +inf gives weights 0: for rows without
- * keys, and for those whose LSE does not serve. */
+/* Sets the LSE in base 2 and delta of a panel's rows. An LSE of +inf makes weights 0: in rows
+ * without keys, and where ra__lse_serves is 0. */
 static void ra__back_stats(const ra__back *b, const ra__task *t, ra__back_scratch *x, int32_t i) {
     const ra__work *w = b->w;
     const ra__panel *p = &x->panel[i].fwd;
@@ -11775,7 +11771,7 @@ static void ra__back_stats(const ra__back *b, const ra__task *t, ra__back_scratc
     }
 }
 
-/* The caller's gradient of the bias for panel i. */
+/* Points panel i at the caller's gradient of the bias. */
 static void ra__back_bias(const ra__back *b, const ra__task *t, ra__back_scratch *x, int32_t i,
                           int wanted) {
     const ra_bias_out *bias = &b->w->t->d_bias;
@@ -11816,7 +11812,7 @@ RA__INLINE ra__view ra__back_dq(const ra__task *t, const ra__back *b, const ra__
     return ra__view_at(g->dq, 0, x->seg[i].row, x->head[i] - t->kv_head * group);
 }
 
-/* Loads Q, dO, LSE, delta and sums of the panels of a batch; `used` 0: only the sums. */
+/* Loads Q, dO, LSE, delta and the sums of dQ of a batch of panels; used 0: only the sums. */
 static void ra__back_load(const ra__back *b, const ra__task *t, const ra__grads *g, int used,
                           ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
@@ -11838,7 +11834,7 @@ static void ra__back_load(const ra__back *b, const ra__task *t, const ra__grads 
     }
 }
 
-/* Stores the sums of dQ; after the last chunk hands them to the caller. */
+/* Stores the sums of dQ; after the last chunk they go to the caller's d_q instead. */
 static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads *g,
                           ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
@@ -11849,7 +11845,7 @@ static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads 
             b->kernel->store_acc(p, ra__view_floats(dq), dq.token / 4, d->k_dim);
             continue;
         }
-        b->kernel->store_acc(p, p->q, d->k_dim, d->k_dim); /* Q is not needed any more */
+        b->kernel->store_acc(p, p->q, d->k_dim, d->k_dim); /* Q is no longer needed */
         dq = ra__view_at(b->d_q, t->sequence, x->seg[i].row, x->head[i]);
         for (int32_t r = 0; r < p->rows; r++)
             b->kernel->put_grad(ra__view_out(ra__view_at(dq, 0, r, 0)),
@@ -11857,9 +11853,9 @@ static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads 
     }
 }
 
-/* Classifies a block of keys for each panel of a batch, in the phases of x->phase; tiles of the
- * other phase are made empty and not counted. Returns RA__PARTIAL if any tile is that, otherwise
- * RA__FULL or RA__EMPTY. */
+/* Classifies the tiles of a block of keys and each panel of a batch. Those of a phase that is not
+ * in x->phase count as empty and are not tallied. Returns RA__PARTIAL if a tile is partial,
+ * otherwise RA__FULL if one is full, otherwise RA__EMPTY. */
 static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s,
                           const int32_t *pos, ra__back_scratch *x) {
     int64_t first, last;
@@ -11881,10 +11877,10 @@ static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s
     return partial ? RA__PARTIAL : any ? RA__FULL : RA__EMPTY;
 }
 
-/* Brings block i of a task's keys to the kernel's form. If there is room it is kept for the next
- * batches of panels. Returns the memory of K.
- * PERF: where heads alternate, the rows of one are far apart and slow to read again for each batch.
- * Zen 5, bf16, 4096 tokens of 8 heads, D 64: 82 -> 83 %, D 128: 81 -> 84 % of the peak. */
+/* Brings block i of a task's keys to the kernel's form, and keeps it for further batches of panels
+ * if there is room. Returns the memory of K.
+ * PERF: where heads alternate in memory, the rows of one are far apart and slow to read for each
+ * batch. Zen 5, bf16, 4096 tokens of 8 heads, share of peak: D 64 82 -> 83 %, D 128 81 -> 84. */
 static const void *ra__back_prepare(const ra__back *b, ra__back_scratch *x, int64_t i,
                                     ra__keys *keys, int partial) {
     const int64_t at = ra__min(i, x->most - 1), kept = i < x->most - 1;
@@ -11902,8 +11898,8 @@ static const void *ra__back_prepare(const ra__back *b, ra__back_scratch *x, int6
     return store.k;
 }
 
-/* Lists what to prefetch: the keys of block i and, in the last blocks of a batch, one panel of the
- * next batch each. */
+/* Lists what to prefetch: the keys of block i and, with each of the last blocks of a batch, one
+ * panel of the next batch. */
 static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item *item, int64_t i,
                            ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
@@ -11951,7 +11947,7 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
     a->step = (int32_t)ra__ceil_div(rows, 16 * t->count);
 }
 
-/* Folds block i of the keys and the panels of a batch. */
+/* Adds block i of the keys to the sums, for all panels of a batch. */
 static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item *item, int64_t i,
                            const ra__grads *g, ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
@@ -11996,8 +11992,8 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     }
 }
 
-/* 1: some tile of a batch and the item's chunk is to be computed in this phase. 0: none is, and
- * those of the phase are counted. */
+/* 1 if a batch and the item's chunk have a tile in this phase that is not empty. If not, the tiles
+ * of the phase are counted. */
 static int ra__back_any(const ra__back *b, const ra__task *t, const ra__item *item,
                         ra__back_scratch *x) {
     ra__tally before = x->tally;
@@ -12035,8 +12031,8 @@ static int64_t ra__back_blind(const ra__back *b, const ra__task *t, const ra__it
     return ra__min(at, end) - t->panel0 - x->done;
 }
 
-/* Chooses and loads the next batch of panels; 0: it has nothing to compute, load or store. If a
- * stripe sees nothing of the chunk all its tiles are counted with RA__AFTER. */
+/* Chooses and loads the next batch of panels; 0: it has nothing to compute, load or store. Where a
+ * stripe sees nothing of the chunk, RA__AFTER counts all its tiles. */
 static int ra__back_open(const ra__back *b, const ra__task *t, const ra__item *item,
                          const ra__grads *g, ra__back_scratch *x) {
     const int edge = g->edge && g->dq.data;
@@ -12059,16 +12055,16 @@ static int ra__back_open(const ra__back *b, const ra__task *t, const ra__item *i
     return 1;
 }
 
-/* Begins a task and a chunk: no block is prepared, no panel done. */
+/* Begins a task with a chunk: no block is prepared, no panel is done. */
 static void ra__back_begin(ra__back_scratch *x) {
     for (int64_t i = 0; i < x->most; i++) x->prepared[i].keys.n = 0;
     x->done = 0;
     x->loaded = 0;
 }
 
-/* Computes the tiles of a task (of any number of panels) and one chunk, in the phases of x->phase,
- * from where the last call stopped until x->left is used up. Panel i is query block i / group by
- * unit, head i % group. 1: all are done. */
+/* Computes the tiles of a task (of any number of panels) with one chunk, in the phases of x->phase.
+ * Continues where the last call stopped, until x->left is used up; 1: all are done. Panel i is
+ * query block i / group by unit, head i % group. */
 static int ra__back_some(const ra__back *b, const ra__task *t, const ra__item *item,
                          const ra__grads *g, ra__back_scratch *x) {
     int64_t blocks = ra__chunk_blocks(&item->c);
@@ -12086,7 +12082,7 @@ static int ra__back_some(const ra__back *b, const ra__task *t, const ra__item *i
     return x->done >= t->count;
 }
 
-/* All of that in one call. */
+/* The same in one call. */
 static void ra__back_task(const ra__back *b, const ra__task *t, const ra__item *item,
                           const ra__grads *g, ra__back_scratch *x) {
     ra__back_begin(x);
@@ -12141,9 +12137,9 @@ static double ra__back_sink_block(const ra__back *b, int32_t head, const ra__tas
     return sum;
 }
 
-/* Gradient of the sinks of one head: - sum over rows of exp(sink - LSE) delta, of this rank's rows,
- * sequence by sequence, added once. Goes on where the last call stopped, until x->left is used up;
- * 1: done. */
+/* Gradient of the sink of one head: - sum over this rank's rows of exp(sink - LSE) delta, sequence
+ * by sequence, added to d_sinks once. Continues where the last call stopped, until x->left is used
+ * up; 1: done. */
 static int ra__back_sink_some(const ra__back *b, int32_t head, ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
     uint32_t mode = ra__fp_enter();
@@ -12169,17 +12165,17 @@ static int ra__back_sink_some(const ra__back *b, int32_t head, ra__back_scratch 
 
 /* ========================================================================== LOCAL
  * One call on one rank: its checks, and attention by tasks that the threads (ith of nth) share. In:
- * a descriptor and tensors. Out: O and LSE. No plan, no ring, no allocation. */
+ * a descriptor and tensors. Out: O and LSE. No plan and no ring is needed, nothing is allocated. */
 
 /* A call on one rank as one thread sees it. */
 typedef struct ra__local {
     ra_desc d;
     ra__work w;
     ra__side k_side;
-    ra__cursor q_cursor, k_cursor;     /* of sides that are runs */
+    ra__cursor q_cursor, k_cursor;     /* of q_side and k_side, with runs */
     ra__view kv[2];
     int64_t rows[2];                   /* query rows, key rows of a tensor per sequence */
-    int32_t pairs;                     /* 1: rows of panels are (token, head) pairs */
+    int32_t is_short;                  /* 1: rows of panels are head rows: see ra__may_be_short */
 } ra__local;
 
 /* Sets the side of the queries or keys. Positions given with the call replace the layout's. */
@@ -12232,7 +12228,7 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
                           "RA_LAYOUT_# is for rings: leave it 0 and pass t.q_pos and t.k_pos",
                           c->d.layout.kind);
     memset(&c->w, 0, sizeof c->w);
-    c->pairs = 0;
+    c->is_short = 0;
     c->w.d = &c->d;
     c->w.t = t;
     c->w.kernel = ra__kernel_of(&c->d);
@@ -12257,8 +12253,8 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     return s;
 }
 
-/* Few tokens fill no panel. If several query heads read a kv head, and their scores depend on the
- * head by nothing but a bias, the rows of a panel are then (token, head) pairs: a short call. */
+/* A short call has too few tokens to fill a panel. If several query heads read a kv head, and their
+ * scores differ by no more than a bias, the panels have the head rows of all of them. */
 RA__INLINE int ra__may_be_short(const ra_desc *d) {
     return d->q_heads > d->kv_heads && d->dropout <= 0.0f &&
            !(d->scores & RA_SCORE_ALIBI);
@@ -12268,7 +12264,7 @@ RA__INLINE int ra__is_short(const ra_desc *d) {
     return d->tokens < RA_BLOCK_TOKENS && ra__may_be_short(d);
 }
 
-/* Memory in which a short call gathers the rows of a panel, of Q or of O. */
+/* Bytes in which a short call gathers the rows of a panel, of Q or of O. */
 static int64_t ra__short_bytes(const ra_desc *d) {
     return RA_BLOCK_TOKENS * ra__max(ra__row_bytes(d->q_dtype, d->k_dim),
                                      ra__row_bytes(d->o_dtype, d->v_dim));
@@ -12283,30 +12279,31 @@ static int64_t ra__query_position(const ra__local *c, int32_t b, int64_t row) {
     return s.pos;
 }
 
-/* Sets where the bias of each pair of a panel is, whose first pair is `pair`. */
-static void ra__short_bias(const ra_bias *bias, int32_t group, int64_t pair, ra__panel *p,
+/* Sets where the bias of each head row of a panel is. The panel begins with head row `first`. */
+static void ra__short_bias(const ra_bias *bias, int32_t group, int64_t first, ra__panel *p,
                            ra__rows *rows) {
     if (!bias->row_step && !bias->head_step) return;
     for (int32_t r = 0; r < p->rows; r++)
-        rows->bias[r] = (pair + r) / group * bias->row_step + (pair + r) % group * bias->head_step;
+        rows->bias[r] = (first + r) / group * bias->row_step +
+                        (first + r) % group * bias->head_step;
     p->score.bias_rows = rows->bias;
     p->score.bias_row_stride = 1;
 }
 
-/* Loads panel i of a task: 64 pairs, of which some may be missing at the end. */
+/* Loads panel i of a task: 64 head rows, or fewer in the last panel. */
 static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x, int32_t i,
                            uint8_t *gather) {
     const ra_desc *d = &c->d;
     const int32_t group = d->q_heads / d->kv_heads;
-    const int64_t pair = (t->panel0 + i) * RA_BLOCK_TOKENS;
+    const int64_t first = (t->panel0 + i) * RA_BLOCK_TOKENS;
     const int64_t size = ra__row_bytes(d->q_dtype, d->k_dim);
     int32_t pos[RA_BLOCK_TOKENS];
     const int32_t at = t->first + i;
     ra__panel *p = &x->panel[at];
     ra__seg s = { 0, 0, 0, 1 };
-    s.rows = ra__min(RA_BLOCK_TOKENS, ra__q_len(d, t->sequence) * group - pair);
+    s.rows = ra__min(RA_BLOCK_TOKENS, ra__q_len(d, t->sequence) * group - first);
     for (int64_t r = 0; r < s.rows; r++) {
-        int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
+        int64_t row = (first + r) / group, head = t->kv_head * group + (first + r) % group;
         pos[r] = (int32_t)ra__query_position(c, t->sequence, row);
         memcpy(gather + r * size, ra__view_at(c->w.q, t->sequence, row, head).data, (size_t)size);
     }
@@ -12315,27 +12312,27 @@ static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x
     p->geo = x->rows[at];
     ra__panel_scores(&c->w, t->sequence, &s, 0, &x->ahead, p);
     p->score = ra__score_of(&c->w, t->sequence, 0, t->kv_head * group);
-    if (p->score.bias) ra__short_bias(&c->w.t->bias, group, pair, p, x->rows[at]);
+    if (p->score.bias) ra__short_bias(&c->w.t->bias, group, first, p, x->rows[at]);
     if (!c->w.queries_kept) c->w.kernel->load_q(p, gather, size, d->q_dtype, d->k_dim);
     ra__panel_clear(&c->w, p);
 }
 
-/* Writes O and LSE of the pairs of panel i. */
+/* Writes O and LSE of the head rows of panel i. */
 static void ra__short_save(const ra__local *c, const ra__task *t, const ra__scratch *x, int32_t i,
                            uint8_t *gather) {
     const ra_desc *d = &c->d;
     const int32_t group = d->q_heads / d->kv_heads;
-    const int64_t pair = (t->panel0 + i) * RA_BLOCK_TOKENS;
+    const int64_t first = (t->panel0 + i) * RA_BLOCK_TOKENS;
     const int64_t size = ra__row_bytes(d->o_dtype, d->v_dim);
     const ra__panel *p = &x->panel[t->first + i];
     float factor[RA_BLOCK_TOKENS] = { 0 };
     for (int32_t r = 0; r < p->rows; r++) {
-        int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
+        int64_t row = (first + r) / group, head = t->kv_head * group + (first + r) % group;
         factor[r] = ra__row_end(&c->w, t->sequence, row, head, p->m[r], p->l[r]);
     }
     c->w.kernel->store_o(p, gather, size, d->o_dtype, d->v_dim, factor);
     for (int64_t r = 0; r < p->rows; r++) {
-        int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
+        int64_t row = (first + r) / group, head = t->kv_head * group + (first + r) % group;
         memcpy(ra__view_out(ra__view_at(c->w.o, t->sequence, row, head)), gather + r * size,
                (size_t)size);
     }
@@ -12351,24 +12348,23 @@ static int ra__local_beside(const ra__local *c) {
 /* How many panels one kv head of sequence b has. */
 static int64_t ra__local_blocks(const ra__local *c, int32_t b) {
     int64_t group = c->d.q_heads / c->d.kv_heads;
-    if (c->pairs) return ra__ceil_div(ra__q_len(&c->d, b) * group, RA_BLOCK_TOKENS);
+    if (c->is_short) return ra__ceil_div(ra__q_len(&c->d, b) * group, RA_BLOCK_TOKENS);
     return ra__side_blocks(&c->w.q_side, b) * group;
 }
 
-/* Thread ith of nth. */
 typedef struct ra__thread { int ith, nth; } ra__thread;
 static const ra__thread ra__alone = { 0, 1 };
 
 /* -------------------------------------------------------------------------- tasks */
-/* A walk over the tasks of one thread. It may stop after any block of keys and go on in another
- * thread. */
+/* A walk over the tasks of one thread. It may stop after any block of keys, and another thread may
+ * continue it. */
 typedef struct ra__local_walk {
     ra__scratch x;                     /* x.next: the task after this one */
     ra__task t;                        /* the current task; count 0: all are done */
     ra__item item;                     /* all keys of its sequence */
     uint8_t *gather;                   /* short calls: see ra__short_bytes */
-    int64_t passed, index;             /* tasks dealt so far: of all; of `sequence` */
-    int32_t sequence, panels, heads;   /* panels per kv head of a task, and its kv heads, at most */
+    int64_t passed, index;             /* tasks dealt so far: in all; of `sequence` */
+    int32_t sequence, panels, heads;   /* of a task at most: panels per kv head, kv heads */
     ra__thread who;
     int32_t loaded;                    /* 1: the current task is loaded */
 } ra__local_walk;
@@ -12376,28 +12372,28 @@ typedef struct ra__local_walk {
 /* Loads the rows of the current task. */
 static void ra__local_load(const ra__local *c, ra__local_walk *w) {
     const ra__task *t = &w->t;
-    for (int32_t i = 0; c->pairs && i < t->heads * t->count; i++) {
+    for (int32_t i = 0; c->is_short && i < t->heads * t->count; i++) {
         const ra__task one = ra__task_head(t, i / t->count);
         ra__short_load(c, &one, &w->x, i % t->count, w->gather);
     }
-    if (!c->pairs) ra__task_rows(&c->w, t, &w->x);
-    if (!c->pairs) ra__task_data(&c->w, t, &w->x, 1);
+    if (!c->is_short) ra__task_rows(&c->w, t, &w->x);
+    if (!c->is_short) ra__task_data(&c->w, t, &w->x, 1);
     ra__item_side(&c->k_side, t->sequence, &c->w.t->pages, c->kv, &w->item);
     w->x.block = 0;
     w->loaded = 1;
 }
 
 static void ra__local_save(const ra__local *c, ra__local_walk *w) {
-    for (int32_t i = 0; c->pairs && i < w->t.heads * w->t.count; i++) {
+    for (int32_t i = 0; c->is_short && i < w->t.heads * w->t.count; i++) {
         const ra__task one = ra__task_head(&w->t, i / w->t.count);
         ra__short_save(c, &one, &w->x, i % w->t.count, w->gather);
     }
-    if (!c->pairs) ra__task_save(&c->w, &w->t, &w->x, 1);
+    if (!c->is_short) ra__task_save(&c->w, &w->t, &w->x, 1);
     w->loaded = 0;
 }
 
-/* The number n of kv heads per task, 1 to `most`, with which nth threads share the (sequence, kv
- * head) pairs most evenly; of equal ones the largest. 1 if `most` is 0. */
+/* How many kv heads a task should have, 1 to `most`, so that the busiest of nth threads has as few
+ * heads as possible; of equal numbers the largest. 1 if `most` is 0. */
 static int32_t ra__even_heads(const ra_desc *d, int64_t most, int nth) {
     int64_t least = INT64_MAX;
     int32_t best = 1;
@@ -12409,19 +12405,19 @@ static int32_t ra__even_heads(const ra_desc *d, int64_t most, int nth) {
     return best;
 }
 
-/* kv heads per task of a short call, with at most `panels` panels together. There is one unless the
+/* kv heads per task of a short call, whose panels may be at most `panels` in all. One, unless the
  * heads of a token are adjacent and the kernel folds one block per call.
- * PERF: memory is read in the order of its addresses. Zen 4, 8 tokens, 32/8 heads of D 128, 32768
- * keys, one thread, one head -> 8: bf16 38.6 -> 26.9 ms, f16 61 -> 50, f32 61 -> 55; 16 tokens:
- * 62 -> 47, 106 -> 88, 98 -> 90. */
+ * PERF: with several, memory is read in the order of its addresses. Zen 4, 8 tokens, 32/8 heads of
+ * D 128, 32768 keys, one thread, one head -> 8: bf16 38.6 -> 26.9 ms, f16 61 -> 50, f32 61 -> 55;
+ * 16 tokens: 62 -> 47, 106 -> 88, 98 -> 90. */
 static int32_t ra__local_heads(const ra__local *c, int32_t panels, int32_t batch, int nth) {
     int64_t all = 1;
-    if (!c->pairs || batch > 1 || !ra__local_beside(c)) return 1;
+    if (!c->is_short || batch > 1 || !ra__local_beside(c)) return 1;
     for (int32_t b = 0; b < c->d.sequences; b++) all = ra__max(all, ra__local_blocks(c, b));
     return ra__even_heads(&c->d, ra__min(c->d.kv_heads, panels / all), nth);
 }
 
-/* Panels of a task, at most `panels`: fewer if threads would otherwise have no work. */
+/* Panels per task, at most `panels`: fewer if threads would otherwise have no work. */
 static int32_t ra__local_panels(const ra__local *c, int32_t panels, int nth) {
     for (; nth > 1 && panels > 1; panels /= 2) {
         int64_t tasks = 0;
@@ -12432,8 +12428,8 @@ static int32_t ra__local_panels(const ra__local *c, int32_t panels, int nth) {
     return panels;
 }
 
-/* 1 if item `index` of a list is dealt to thread ith. turns: threads are counted forwards and
- * backwards in turn, because causal rows cost more towards the end. */
+/* 1 if entry `index` of a list is dealt to the thread. turns: every second round goes through the
+ * threads backwards, because causal rows cost more towards the end. */
 static int ra__deals_to(ra__thread who, int64_t index, int turns) {
     const int64_t place = index % who.nth;
     return (turns && index / who.nth % 2 ? who.nth - 1 - place : place) == who.ith;
@@ -12457,12 +12453,12 @@ static ra__task ra__local_next(const ra__local *c, ra__local_walk *w) {
     return none;
 }
 
-/* Begins a walk. panels: of a task, for which there is memory. */
+/* Begins a walk. panels: how many per task there is memory for. */
 static void ra__local_begin(const ra__local *c, int32_t panels, uint8_t *memory, ra__thread who,
                             ra__local_walk *w) {
     ra__arena a = { memory, 0 };
     ra__scratch_carve(&a, &c->d, panels, &w->x);
-    w->gather = c->pairs ? (uint8_t *)ra__carve(&a, ra__short_bytes(&c->d)) : NULL;
+    w->gather = c->is_short ? (uint8_t *)ra__carve(&a, ra__short_bytes(&c->d)) : NULL;
     w->heads = ra__local_heads(c, panels, w->x.size.batch, who.nth);
     w->panels = w->heads > 1 ? panels / w->heads : ra__local_panels(c, panels, who.nth);
     w->who = who;
@@ -12478,7 +12474,7 @@ static int ra__local_some(const ra__local *c, ra__local_walk *w) {
         ra__tally tally = { { 0, 0, 0 } };
         if (!w->loaded) {
             w->x.next = ra__local_next(c, w);
-            w->x.prefetched = c->pairs ? w->x.next.count : 0;
+            w->x.prefetched = c->is_short ? w->x.next.count : 0;
             ra__local_load(c, w);
         }
         if (!ra__task_some(&c->w, &w->t, &w->item, &w->x, &tally)) break;
@@ -12497,87 +12493,87 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, r
 }
 
 /* ========================================================================== DECODE
- * Few query rows: a handful is the tokens of which at most 16 (token, head) pairs read each kv
- * head. (With RA_FORM_SAME a call may have several.) A kernel takes up to four of
- * them at once, called a four, and computes dot products over Dk. Most of the time goes into
- * reading memory. So a task has several kv heads of a sequence, and reads a stretch of 16 tokens
- * for all of them before the next stretch: where the heads of a token are adjacent, memory is read
- * and prefetched in the order of its addresses.
- * With one row per kv head, and keys that caches may hold, a stretch is 64 keys. The kernel gets
- * all heads of a task in one call and reads 4 keys of all heads before the next 4, and f32 values
- * in pieces of several heads, which the processor prefetches by itself.
- * PERF: rows 2 KB apart share so few sets of the L1 cache that keys come from L2. Zen 4, f32,
- * beside a plain loop at -Ofast -march=native, head by head -> all heads: over 64 keys that begin
- * 16 bytes off a line 8 heads of D 64 1.37 -> 1.75 of its speed, 32 heads 1.31 -> 1.92.
- * PERF: memory of a stretch of 16 or 64 tokens is prefetched into the level 2 cache in the order of
- * its addresses, while the stretch before it is computed. Level 1 is too small: rows 4 KB apart
- * share its sets, and the queries and sums of 8 heads fill it. Zen 4, 32/8 heads of D 128, 32768
- * keys, one thread, share of the speed of a loop that only reads: f32 62 -> 100 %, f16 62 -> 75,
- * bf16 61 -> 105; [Hkv][T][D]: 80 -> 105, 69 -> 72, 75 -> 100. In f16 the rest is arithmetic.
- * Prefetched into level 1 the same stretches give 69 % in f32.
- * PERF: AMD's family 0x19 (Zen 3, Zen 4) decodes in this way. Other processors use decode_near if
- * the kernel has it: stretches of two units, prefetched into the level 1 cache. Zen 5, the same
- * [T][Hkv][D], gcc -O2, level 2 -> near: f32 66 -> 82 %, f16 57 -> 74, bf16 59 -> 79; two threads
- * 76 -> 94, 68 -> 89, 72 -> 86. [Hkv][T][D]: 71 -> 97, 59 -> 81, 67 -> 82; two threads 79 -> 101,
- * 72 -> 86, 79 -> 92. The rest is misses of level 1, which does not hold the queries and sums of 8
- * heads beside keys: a loop that uses those of one head for all is as fast as reading. */
-enum { RA__DECODE_PAIRS = 16, RA__DECODE_BYTES = 256 << 10,
+ * Few query rows. A handful is the tokens of which at most 16 head rows read each kv head; with
+ * RA_FORM_SAME a call may have several. A kernel takes up to 4 head rows at once, called a four,
+ * and computes dot products over Dk. Most of the time goes into reading memory. So a task has
+ * several kv heads of a sequence, and reads a stretch of 16 tokens for all of them before the next
+ * stretch. Where the heads of a token are adjacent, memory is thus read and prefetched in the order
+ * of its addresses.
+ * With one row per kv head, and keys that caches may hold, a stretch has 64 keys. One call of the
+ * kernel then takes all heads of a task. It reads 4 keys of all heads before the next 4, and f32
+ * values of several heads at a time. The processor prefetches both by itself.
+ * PERF: rows 2 KB apart share so few sets of the L1 cache that keys come from L2. Zen 4, f32, 64
+ * keys that begin 16 bytes off a line, speed beside a plain loop at -Ofast -march=native, head by
+ * head -> all heads: 8 heads of D 64 1.37 -> 1.75, 32 heads 1.31 -> 1.92.
+ * PERF: while a stretch of 16 or 64 tokens is computed, the next is prefetched into L2. L1 is too
+ * small for that: rows 4 KB apart share its sets, and the queries and sums of 8 heads fill it.
+ * Zen 4, 32/8 heads of D 128, 32768 keys, one thread, share of the speed of a loop that only reads:
+ * f32 62 -> 100 %, f16 62 -> 75, bf16 61 -> 105; [Hkv][T][D]: 80 -> 105, 69 -> 72, 75 -> 100. The
+ * rest of f16 is arithmetic. Prefetched into L1 the same stretches give 69 % in f32.
+ * PERF: the above is for AMD's family 0x19 (Zen 3, Zen 4). Other processors use decode_near if the
+ * kernel has it: stretches of two units, prefetched into L1. Zen 5, the same, [T][Hkv][D], gcc -O2,
+ * L2 -> near: f32 66 -> 82 %, f16 57 -> 74, bf16 59 -> 79; two threads 76 -> 94, 68 -> 89,
+ * 72 -> 86. [Hkv][T][D]: 71 -> 97, 59 -> 81, 67 -> 82; two threads 79 -> 101, 72 -> 86, 79 -> 92.
+ * The rest is misses of L1, which cannot hold the queries and sums of 8 heads beside the keys: a
+ * loop that uses those of one head for all heads is as fast as reading. */
+enum { RA__HANDFUL = 16, RA__DECODE_BYTES = 256 << 10,
        RA__DECODE_AHEAD = 16 << 10, RA__DECODE_NEAR_AHEAD = 4 << 10, RA__DECODE_CACHED = 16 << 20,
        RA__DECODE_PART = 16, RA__DECODE_SLOTS = 128 };
 
 /* One thread's state and its current task. */
 typedef struct ra__decode {
-    ra__decode_rows *few;              /* [heads][fours] */
-    int32_t *pos;                      /* [64] of a block */
+    ra__decode_rows *few;              /* [heads][fours] rows of the task, and their sums */
+    int32_t *pos;                      /* [64] key positions of the block */
     float *slot;                       /* [heads][fours] sums of the parts so far; null: one part */
-    uint8_t *gathered;                 /* rows of a stretch that is in several pages */
-    ra__paged paged;                   /* of the sequence */
-    int32_t heads;                     /* most of a task */
+    uint8_t *gathered;                 /* copies of the rows of a stretch in several pages */
+    ra__paged paged;                   /* pages of the sequence */
+    int32_t heads;                     /* most kv heads of a task */
     int32_t sequence, head, count;     /* kv heads [head, head + count) */
-    int64_t first_row, handful;        /* of this handful: other rows are counted from it; rows of
-                                        * each but the last of a sequence */
+    int64_t first_row, handful;        /* token row where the handful begins, and from which its
+                                        * rows are counted; most tokens of a handful */
     int32_t part, parts;               /* of the blocks [first, last) that some row sees */
     int64_t first, last, blocks;       /* blocks: of all keys */
-    int32_t pairs, fours, rows, keys;  /* fours: most of a sequence; keys: of a stretch */
+    int32_t head_rows, fours, rows, keys;  /* fours: most of a head; rows: tokens; keys: of a
+                                        * stretch */
     int32_t most;                      /* keys of a stretch that all rows see */
-    int32_t step;                      /* fours of this sequence: from head to head of few */
+    int32_t step;                      /* fours of a kv head in this handful */
     int64_t last_row;                  /* of the keys */
-    ra__stream ahead[2];               /* over K and V, except `at` */
-    int64_t rows_ahead[2];             /* rows from those computed to those prefetched */
-    int32_t one_row;                   /* as in few, of the sequence */
-    int32_t direct;                    /* 1: few have o */
-    int32_t lean;                      /* 1: one row, and keys that caches may hold */
+    ra__stream ahead[2];               /* prefetches of K and V, without their addresses */
+    int64_t rows_ahead[2];             /* token rows from those computed to those prefetched */
+    int32_t one_row;                   /* 1: few have one_row */
+    int32_t direct;                    /* 1: few have o: the kernel may write O itself */
+    int32_t lean;                      /* 1: one head row, and keys that caches may hold */
     int32_t unit;                      /* decode_unit */
-    int32_t nears;                     /* 1: decode_near takes blocks that all rows see, ... */
-    int32_t now;                       /* ... and this one */
+    int32_t nears;                     /* 1: decode_near takes blocks that all rows see */
+    int32_t now;                       /* 1: it takes this block */
     int32_t group;                     /* query heads per kv head */
-    int32_t modifies;                  /* 1: scores of some row may be more than dot products */
+    int32_t modifies;                  /* 1: some scores may be more than dot products */
     float factor;                      /* ra__q_factor */
-    int32_t row[RA__DECODE_PAIRS], member[RA__DECODE_PAIRS]; /* of a pair: row, head in its group */
-    int32_t at[RA__DECODE_PAIRS];      /* position of a row, */
-    ra__sees sees[RA__DECODE_PAIRS];   /* what it sees */
-    ra__bounds bounds[RA__DECODE_PAIRS];
-    uint64_t seen[RA__DECODE_PAIRS];   /* of a row: keys of the block */
-    ra__decode_keys stretch[RA_BLOCK_TOKENS / 4][RA__DECODE_PAIRS / RA__DECODE_ROWS]; /* of block */
+    int32_t row[RA__HANDFUL], member[RA__HANDFUL]; /* of a head row: token row, head of its group */
+    int32_t at[RA__HANDFUL];           /* of a token row: its position, */
+    ra__sees sees[RA__HANDFUL];        /* ... what it sees, */
+    ra__bounds bounds[RA__HANDFUL];
+    uint64_t seen[RA__HANDFUL];        /* ... and which keys of the block */
+    ra__decode_keys stretch[RA_BLOCK_TOKENS / 4][RA__HANDFUL / RA__DECODE_ROWS]; /* of the block */
 } ra__decode;
 
-/* 1 if calls like this take the decoding form when they have few enough tokens. */
+/* 1 if a call takes the decoding form when it has few enough tokens. */
 RA__INLINE int ra__may_decode(const ra_desc *d) {
-    return d->q_heads / d->kv_heads <= RA__DECODE_PAIRS && d->dropout <= 0.0f;
+    return d->q_heads / d->kv_heads <= RA__HANDFUL && d->dropout <= 0.0f;
 }
 
-/* 1 if the tokens of a sequence are one handful. */
+/* 1 if all tokens of a sequence are one handful. */
 RA__INLINE int ra__is_handful(const ra_desc *d) {
-    return d->tokens * (d->q_heads / d->kv_heads) <= RA__DECODE_PAIRS;
+    return d->tokens * (d->q_heads / d->kv_heads) <= RA__HANDFUL;
 }
 
-/* 1 if this call does. */
+/* 1 if the call takes the decoding form. */
 RA__INLINE int ra__decodes(const ra_desc *d) {
     return (d->form == RA_FORM_SAME || ra__is_handful(d)) && ra__may_decode(d);
 }
 
-/* Keys are summed in parts that begin at fixed blocks, 16 parts of 16 blocks, then 16 of 32, and so
- * on: the cuts show in the bits, and a row's bits depend on the row alone. */
+/* Keys are summed in parts that begin at fixed blocks: 16 parts of 16 blocks, then 16 of 32, and so
+ * on. The cuts show in the bits of a row, so they depend on nothing but the block. */
 RA__INLINE int64_t ra__part_first(int64_t part) {
     const int64_t level = part / RA__DECODE_PART, size = (int64_t)RA__DECODE_PART << level;
     return (size - RA__DECODE_PART) * RA__DECODE_PART + part % RA__DECODE_PART * size;
@@ -12589,32 +12585,32 @@ RA__INLINE int64_t ra__part_of(int64_t block) {
     return level * RA__DECODE_PART + (block / RA__DECODE_PART >> level);
 }
 
-/* Most parts of a sequence; where runs make for more blocks, they belong to the last part. */
+/* The most parts of a sequence. Runs may cut keys into more blocks, which join the last part. */
 RA__INLINE int64_t ra__decode_limit(const ra_desc *d) {
     const int64_t blocks = ra__ceil_div(ra__k_most(d), RA_BLOCK_TOKENS);
     return ra__part_of(ra__max(blocks, 1) - 1) + 1;
 }
 
-/* 1 if threads may divide the parts of a sequence among them; otherwise, as with several
- * handfuls, each takes all parts of some kv heads. Bits are the same. */
+/* 1 if threads may share the parts of a sequence. Otherwise, and with several handfuls, a thread
+ * takes all parts of some kv heads. The bits are the same. */
 RA__INLINE int ra__decode_shares(const ra_desc *d) {
     const int64_t limit = ra__decode_limit(d);
     return limit > 1 && limit <= RA__DECODE_SLOTS / d->sequences && ra__is_handful(d);
 }
 
-/* Floats of m, l and acc of a four. */
+/* Floats of a slot: m, l and acc of a four. */
 RA__INLINE int64_t ra__slot_floats(const ra_desc *d) {
     return RA__DECODE_ROWS * (2 + ra__round_up(d->v_dim, RA__DECODE_DIMS));
 }
 
-/* rows: of a four, 1 if there is only one row and the kernel knows one_row. */
+/* rows: of a four in memory, 1 if there is only one and the kernel knows one_row, otherwise 4. */
 static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, int64_t rows,
                              ra__decode *x) {
     const int64_t k = ra__round_up(d->k_dim, RA__DECODE_DIMS) * rows;
     const int64_t v = ra__round_up(d->v_dim, RA__DECODE_DIMS) * rows;
-    const int64_t pairs = d->tokens * (d->q_heads / d->kv_heads);
+    const int64_t head_rows = d->tokens * (d->q_heads / d->kv_heads);
     x->heads = heads;
-    x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__DECODE_PAIRS), RA__DECODE_ROWS);
+    x->fours = (int32_t)ra__ceil_div(ra__min(head_rows, RA__HANDFUL), RA__DECODE_ROWS);
     const int64_t n = (int64_t)heads * x->fours;
     x->few = (ra__decode_rows *)ra__carve(a, n * (int64_t)sizeof *x->few);
     x->pos = (int32_t *)ra__carve(a, RA_BLOCK_TOKENS * (int64_t)sizeof *x->pos);
@@ -12640,38 +12636,38 @@ static int64_t ra__decode_bytes_of(const ra_desc *d, int32_t heads, int64_t rows
     return a.used;
 }
 
-/* Enough for every number of rows. */
+/* The same, enough for any number of rows. */
 static int64_t ra__decode_bytes(const ra_desc *d, int32_t heads) {
     return ra__decode_bytes_of(d, heads, RA__DECODE_ROWS);
 }
 
-/* Rows of a four of this call in memory. */
+/* How many rows of a four this call has memory for. */
 RA__INLINE int32_t ra__decode_rows_of(const ra__local *c) {
     return c->w.kernel->decode_unit == RA__DECODE_UNIT && c->d.tokens == 1 &&
                    c->d.q_heads == c->d.kv_heads ? 1 : RA__DECODE_ROWS;
 }
 
-/* Bytes of the sums of all parts of all sequences, if threads may divide parts among them. Enough
- * for every call with fewer tokens, keys or sequences. */
+/* Bytes of the slots of all parts of all sequences, if threads may share parts. Enough for every
+ * call with fewer tokens, keys or sequences. */
 static int64_t ra__decode_slots(const ra_desc *d) {
     const int64_t group = d->q_heads / d->kv_heads;
-    const int64_t pairs = ra__min(d->tokens * group, RA__DECODE_PAIRS);
+    const int64_t head_rows = ra__min(d->tokens * group, RA__HANDFUL);
     const int64_t parts = ra__decode_limit(d);
     const int64_t most = RA__DECODE_SLOTS;
     const int64_t slots = parts < most / d->sequences ? parts * d->sequences : most;
     if (parts < 2 || !ra__may_decode(d)) return 0;
     return ra__round_up(slots * d->kv_heads *
-                        ra__ceil_div(pairs, RA__DECODE_ROWS) * ra__slot_floats(d) * 4, 64);
+                        ra__ceil_div(head_rows, RA__DECODE_ROWS) * ra__slot_floats(d) * 4, 64);
 }
 
-/* kv heads of a task: as many as nth threads can share evenly. With one thread, or if threads
- * divide parts among them, at most RA__DECODE_HEADS in equal portions. */
+/* kv heads of a task: as many as nth threads can share evenly. With one thread, or if threads share
+ * parts, all kv heads are cut into equal portions of at most RA__DECODE_HEADS. */
 static int32_t ra__decode_heads(const ra_desc *d, int nth) {
     const int64_t most = ra__ceil_div(d->kv_heads, ra__ceil_div(d->kv_heads, RA__DECODE_HEADS));
     return nth == 1 || ra__decode_shares(d) ? (int32_t)most : ra__even_heads(d, most, nth);
 }
 
-/* Position of row i and what it sees. */
+/* Sets the position of token row i of the handful, and what it sees. */
 static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
     int64_t p = ra__query_position(c, x->sequence, x->first_row + i);
     int64_t end = ra__key_end(&c->d, x->sequence, c->w.any_position);
@@ -12681,15 +12677,15 @@ static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
     x->at[i] = (int32_t)p;
 }
 
-/* How scores of up to 4 pairs are modified. */
-static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t head, int32_t pair,
+/* Sets how the scores of up to 4 head rows from `index` on are modified. */
+static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t head, int32_t index,
                               ra__decode_rows *f) {
     memset(f->slope, 0, sizeof f->slope);
     memset(f->pos, 0, sizeof f->pos);
     memset(f->score, 0, sizeof f->score);
     for (int32_t r = 0; r < f->count; r++) {
-        const int32_t row = x->row[pair + r];
-        const int32_t q_head = (x->head + head) * x->group + x->member[pair + r];
+        const int32_t row = x->row[index + r];
+        const int32_t q_head = (x->head + head) * x->group + x->member[index + r];
         f->score[r] = ra__score_of(&c->w, x->sequence, x->first_row + row, q_head);
         f->modified |= ra__score_is_modified(&f->score[r]);
         for (int32_t i = r; i < 16; i += f->one_row ? 1 : RA__DECODE_ROWS)
@@ -12698,15 +12694,15 @@ static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t h
     }
 }
 
-/* Queries and empty state of up to 4 pairs from `pair` on, of kv head `head` of the task. With
- * one_row the kernel clears acc. */
-RA__INLINE void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int32_t pair,
+/* Loads the queries of up to 4 head rows from `index` on, of kv head `head` of the task, and clears
+ * their sums. With one_row the kernel clears acc. */
+RA__INLINE void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int32_t index,
                                 int one_row) {
-    ra__decode_rows *f = &x->few[head * x->step + pair / RA__DECODE_ROWS];
+    ra__decode_rows *f = &x->few[head * x->step + index / RA__DECODE_ROWS];
     const int64_t four = RA__DECODE_ROWS * (int64_t)sizeof(float);
     const int64_t q_bytes = ra__round_up(c->d.k_dim, RA__DECODE_DIMS) * four;
     const int64_t acc_bytes = ra__round_up(c->d.v_dim, RA__DECODE_DIMS) * four;
-    f->count = one_row ? 1 : (int32_t)ra__min(x->pairs - pair, RA__DECODE_ROWS);
+    f->count = one_row ? 1 : (int32_t)ra__min(x->head_rows - index, RA__DECODE_ROWS);
     f->one_row = one_row;
     f->o = NULL;
     if (x->direct)
@@ -12720,26 +12716,26 @@ RA__INLINE void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head,
         f->m[i] = f->m[i + 4] = f->m[i + 8] = f->m[i + 12] = ra__neg_inf();
     f->has_keys = f->modified = f->biased = 0;
     f->factor = x->factor;
-    if (x->modifies) ra__decode_scores(c, x, head, pair, f);
+    if (x->modifies) ra__decode_scores(c, x, head, index, f);
     for (int32_t r = 0; r < f->count; r++) {
-        const int32_t row = x->row[pair + r];
-        const int32_t q_head = (x->head + head) * x->group + x->member[pair + r];
+        const int32_t row = x->row[index + r];
+        const int32_t q_head = (x->head + head) * x->group + x->member[index + r];
         const ra__view q = ra__view_at(c->w.q, x->sequence, x->first_row + row, q_head);
         c->w.kernel->decode_load(f, r, q.data, f->factor);
     }
 }
 
-/* 1 if the kernel may write O of the task: one row reads one stretch.
- * PERF: sums that keys would push out of the level 1 cache are neither cleared nor stored. Zen 5,
- * f32, 16 keys, beside a plain loop at -Ofast -march=native, with sums of one row side by side: 8
- * heads of D 64 0.91 -> 1.05 of its speed, of D 128 0.82 -> 0.99, 32 of D 128 0.90 -> 1.12. */
+/* 1 if the kernel may write O of the task: one head row, and one stretch that has all its keys.
+ * PERF: sums that keys would push out of L1 are neither cleared nor stored. Zen 5, f32, 16 keys,
+ * speed beside a plain loop at -Ofast -march=native: 8 heads of D 64 0.91 -> 1.05, of D 128
+ * 0.82 -> 0.99, 32 of D 128 0.90 -> 1.12. */
 static int ra__decode_direct(const ra__local *c, const ra__decode *x, int64_t blocks) {
     return x->one_row && x->lean && x->parts == 1 && blocks == 1 && !c->w.lse.data &&
            !(c->d.scores & RA_SCORE_SINKS) && c->d.o_dtype == RA_F32 &&
            c->d.v_dim % RA__DECODE_DIMS == 0;
 }
 
-/* Makes the kernel sum in acc after all: its heads have no `o` any more. */
+/* Takes `o` from the heads again, so that the kernel sums in acc. */
 static void ra__decode_indirect(const ra__local *c, ra__decode *x) {
     for (int32_t h = 0; h < x->count && x->direct; h++) {
         x->few[h].o = NULL;
@@ -12748,15 +12744,15 @@ static void ra__decode_indirect(const ra__local *c, ra__decode *x) {
     x->direct = 0;
 }
 
-/* O and LSE of a pair of kv head `head` of the task, from row pair % RA__DECODE_ROWS of f. */
-static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t head, int32_t pair,
+/* Writes O and LSE of head row `index` of a kv head, which is row index % RA__DECODE_ROWS of f. */
+static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t head, int32_t index,
                              const ra__decode_rows *f) {
-    const int32_t q_head = (x->head + head) * x->group + x->member[pair];
-    const int64_t row = x->first_row + x->row[pair];
+    const int32_t q_head = (x->head + head) * x->group + x->member[index];
+    const int64_t row = x->first_row + x->row[index];
     const float *sink = c->d.scores & RA_SCORE_SINKS ? c->w.t->sinks + q_head : NULL;
     void *o = ra__view_out(ra__view_at(c->w.o, x->sequence, row, q_head));
     void *lse = ra__view_out(ra__view_at(c->w.lse, x->sequence, row, q_head));
-    int32_t r = pair % RA__DECODE_ROWS;
+    int32_t r = index % RA__DECODE_ROWS;
     const int plain = !sink && !lse && f->l[r] != 0.0f;    /* as ra__row_finish */
     float sum = 0.0f, factor = plain ? 1.0f / f->l[r] : 0.0f;
     if (!plain) factor = ra__row_finish(f->m[r], f->l[r], sink, lse ? &sum : NULL);
@@ -12764,7 +12760,7 @@ static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t he
     if (lse) memcpy(lse, &sum, sizeof sum);
 }
 
-/* Sets which keys of a block each row sees; returns the union. pos: of the array, or null. */
+/* Sets which keys of a block each row sees; returns the union. pos: their positions, for ARRAY. */
 static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *pos) {
     uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows), any = 0;
     int64_t first, last;
@@ -12784,9 +12780,9 @@ static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *
     return any;
 }
 
-/* Removes a block from what a row sees if the bias hides it for all heads; returns the union then.
- * (All heads, because those of a task depend on the number of threads: deciding by them alone would
- * change the bits of a row with a NaN in Q.) */
+/* Makes rows see nothing of a block that the bias hides from them in all heads. Returns the union
+ * of what rows see. All heads of the call count, not only those of the task: which ones a task has
+ * depends on the number of threads, and the bits of a row with a NaN in Q would too. */
 static uint64_t ra__decode_hide(const ra__local *c, ra__decode *x, int32_t n) {
     const int32_t heads = c->w.t->bias.head_step ? c->d.q_heads : 1;
     uint64_t any = 0;
@@ -12815,9 +12811,9 @@ static int32_t ra__decode_biased(const ra__decode *x, const ra__decode_rows *f, 
 }
 
 /* Sets which fours are modified, and biased, in a block of n keys.
- * PERF: masks are 0 nearly everywhere, and such blocks cost what they do without a mask. Zen 5,
- * 32/8 heads of D 128, 32768 keys, one thread, a mask of zeros: f16 9.7 -> 4.9 ms, bf16 8.9 -> 4.9
- * (4.8 without a mask). */
+ * PERF: biases that mask are 0 nearly everywhere, and such blocks cost what they do without a bias.
+ * Zen 5, 32/8 heads of D 128, 32768 keys, one thread, a mask of zeros: f16 9.7 -> 4.9 ms, bf16
+ * 8.9 -> 4.9 (4.8 without a mask). */
 static void ra__decode_bias(const ra__local *c, ra__decode *x, int32_t n) {
     const int32_t always = c->d.softcap != 0.0f || (c->d.scores & RA_SCORE_ALIBI);
     const int32_t run = ra__positions_are_run(x->pos, n);
@@ -12829,8 +12825,8 @@ static void ra__decode_bias(const ra__local *c, ra__decode *x, int32_t n) {
     }
 }
 
-/* Sets how four `four` sees keys [j, j + n) of the block; t->seen 0: it sees none of them. Missing
- * rows see all. */
+/* Sets how four number `four` sees keys [j, j + n) of the block; t->seen is 0 if it sees none. Rows
+ * that the four does not have count as seeing all. */
 static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra__decode_keys *t) {
     const uint32_t all = 0xffffu >> (RA__DECODE_KEYS -
                                      (t->n < RA__DECODE_KEYS ? t->n : RA__DECODE_KEYS));
@@ -12839,10 +12835,10 @@ static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra_
     t->seen = ~(uint64_t)0;
     if (t->n > RA__DECODE_KEYS) return;
     for (int32_t r = 0; r < RA__DECODE_ROWS; r++) {
-        int32_t pair = four * RA__DECODE_ROWS + r;
+        int32_t index = four * RA__DECODE_ROWS + r;
         bits[r] = all;
-        if (pair >= x->pairs) continue;
-        bits[r] = (uint32_t)(x->seen[x->row[pair]] >> j) & all;
+        if (index >= x->head_rows) continue;
+        bits[r] = (uint32_t)(x->seen[x->row[index]] >> j) & all;
         some |= bits[r];
         every &= bits[r];
     }
@@ -12855,8 +12851,8 @@ static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra_
         t->seen |= (uint64_t)(bits[i % RA__DECODE_ROWS] >> i / RA__DECODE_ROWS & 1) << i;
 }
 
-/* Sets the streams over the rows of all heads of the task, in pieces without a gap. They are
- * RA__DECODE_AHEAD bytes ahead, rounded up to whole stretches of keys. */
+/* Sets up the streams that prefetch K and V of all heads of the task, in bands without gaps. They
+ * are RA__DECODE_AHEAD or RA__DECODE_NEAR_AHEAD bytes ahead, rounded up to whole stretches. */
 static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
     for (int i = 0; i < 2; i++) {
         const int64_t token = kv[i].token;
@@ -12871,7 +12867,7 @@ static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
     }
 }
 
-/* Points the streams a that far beyond token row `row`. */
+/* Points the streams a at the rows to prefetch while the stretch at token row `row` is computed. */
 static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view kv[2],
                              int64_t row) {
     for (int i = 0; i < 2; i++) {
@@ -12882,7 +12878,7 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
     }
 }
 
-/* Sets the addresses of n rows of K and V of a head: in their page, or gathered from several. */
+/* Points t at its n rows of K and V of a head: in their page, or gathered from several pages. */
 RA__NOINLINE void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int64_t row,
                                      int32_t head, const ra__decode *x, ra__decode_keys *t) {
     const int64_t bytes[2] = { ra__row_bytes(d->k_dtype, d->k_dim),
@@ -12906,8 +12902,8 @@ RA__NOINLINE void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int
     ra__page_copy(&x->paged, &v, row, t->n, x->gathered + RA_BLOCK_TOKENS * bytes[0], bytes[1]);
 }
 
-/* Folds the stretch of keys that begins at key `from` of a block, for all heads and fours. `row`:
- * token row of the block. */
+/* Folds the stretch that begins at key `from` of a block, for all heads and fours of the task. row:
+ * token row of the block's first key. */
 static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
                             ra__decode *x) {
     const int more = x->now || (!x->lean && row + from + x->keys < ra__k_len(&c->d, x->sequence));
@@ -12918,7 +12914,7 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
                           ra__page_holds(&x->paged, row + from, t->n)) ? x->count : 1;
     if (more) ra__decode_ahead(a, x, kv, row + from);
     for (int32_t h = 0; h < x->count; h += heads) {
-        ra__stream *streams = more ? a : NULL;             /* for one of the fours */
+        ra__stream *streams = more ? a : NULL;             /* only the first four gets them */
         for (int32_t g = 0; g < x->step; g++) {
             if (!t[g].seen) continue;
             if (x->paged.table) {
@@ -12935,13 +12931,13 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
     }
 }
 
-/* How many keys the stretches of a block have. Sets x->now: decode_near folds them. */
+/* How many keys the stretches of a block have. Sets x->now if decode_near takes them. */
 static int32_t ra__decode_keys_of(ra__decode *x, const ra__seg *s) {
     const uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows);
     const int cut = x->paged.table && !ra__page_holds(&x->paged, s->row, s->rows);
     x->now = 0;
     if ((cut && !x->nears) ||
-        (s->rows < RA_BLOCK_TOKENS && !x->few->one_row))  /* in any head */
+        (s->rows < RA_BLOCK_TOKENS && !x->few->one_row))
         return x->keys;
     for (int32_t i = 0; i < x->rows; i++)
         if (x->seen[i] != all) return x->keys;
@@ -12950,20 +12946,20 @@ static int32_t ra__decode_keys_of(ra__decode *x, const ra__seg *s) {
     return x->few->one_row && x->lean ? RA_BLOCK_TOKENS : x->most;
 }
 
-/* 1 if decode_near can take the heads of the task. */
+/* 1 if decode_near can take the task. */
 static int32_t ra__decode_nears(const ra__local *c, const ra__decode *x, const ra__view kv[2]) {
     const ra_desc *d = &c->d;
     const int64_t bytes[2] = { ra__row_bytes(d->k_dtype, d->k_dim),
                                ra__row_bytes(d->v_dtype, d->v_dim) };
     if (!c->w.kernel->decode_near || !ra__decodes_near() || x->lean || x->step > 1) return 0;
-    if (x->pairs == 1 && x->unit == RA__DECODE_UNIT) return 0;       /* one_row */
+    if (x->head_rows == 1 && x->unit == RA__DECODE_UNIT) return 0;       /* one_row */
     if (d->k_dtype != d->v_dtype || d->k_dtype > RA_BF16) return 0;
-    for (int i = 0; i < 2; i++)        /* units of a head are not longer than stretches */
+    for (int i = 0; i < 2; i++)        /* gaps between tokens: a head per key of a unit */
         if (kv[i].token != x->count * bytes[i] && x->count < x->unit) return 0;
     return d->k_dim % RA__DECODE_NEAR == 0 && d->v_dim % RA__DECODE_NEAR == 0;
 }
 
-/* Folds a block of keys for all pairs and heads of the task. */
+/* Folds a block of keys for all head rows of the task. */
 static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra__seg *s,
                              const int32_t *pos, ra__decode *x) {
     const int32_t keys = x->keys;
@@ -12990,22 +12986,22 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     x->keys = keys;
 }
 
-/* Sets the rows of a handful of x->sequence, and the parts of the blocks of keys that they see. */
+/* Sets the rows of a handful of x->sequence, and the blocks and parts of the keys that they see. */
 static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     const int64_t tokens = ra__k_len(&c->d, x->sequence), limit = ra__decode_limit(&c->d);
     int64_t first, last;
     ra__seg s;
     x->rows = (int32_t)ra__min(ra__q_len(&c->d, x->sequence) - x->first_row, x->handful);
     x->group = c->d.q_heads / c->d.kv_heads;
-    x->pairs = x->rows * x->group;
-    x->step = (int32_t)ra__ceil_div(x->pairs, RA__DECODE_ROWS);
-    x->one_row = x->pairs == 1 && c->w.kernel->decode_unit == RA__DECODE_UNIT;
+    x->head_rows = x->rows * x->group;
+    x->step = (int32_t)ra__ceil_div(x->head_rows, RA__DECODE_ROWS);
+    x->one_row = x->head_rows == 1 && c->w.kernel->decode_unit == RA__DECODE_UNIT;
     for (int32_t i = 0; i < x->rows; i++) ra__decode_row(c, x, i);
-    for (int32_t i = 0; i < x->pairs; i++) {
+    for (int32_t i = 0; i < x->head_rows; i++) {
         x->row[i] = i / x->group;
         x->member[i] = i % x->group;
     }
-    x->lean = x->pairs == 1 && tokens * c->d.kv_heads <= RA__DECODE_CACHED /
+    x->lean = x->head_rows == 1 && tokens * c->d.kv_heads <= RA__DECODE_CACHED /
               (ra__row_bytes(c->d.k_dtype, c->d.k_dim) + ra__row_bytes(c->d.v_dtype, c->d.v_dim));
     x->blocks = ra__side_blocks(&c->k_side, x->sequence);
     x->first = limit > 1 ? x->blocks : 0;
@@ -13026,13 +13022,13 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
                              ra__min(ra__part_of(x->first), limit - 1));
 }
 
-/* Bytes of the sums of a four. */
+/* Bytes of acc of a four. */
 RA__INLINE size_t ra__slot_sums(const ra__decode_rows *f) {
     const int64_t dims = ra__round_up(f->d->v_dim, RA__DECODE_DIMS);
     return (size_t)(f->one_row ? dims : RA__DECODE_ROWS * dims) * sizeof(float);
 }
 
-/* Loads the sums of a four from a slot, and stores them there. */
+/* Copies the sums of a four from a slot, and back. */
 static void ra__slot_load(ra__decode_rows *f, const float *slot) {
     memcpy(f->l, slot + RA__DECODE_ROWS, sizeof f->l);
     for (int32_t i = 0; i < 16; i++) f->m[i] = slot[i % RA__DECODE_ROWS];
@@ -13044,16 +13040,16 @@ static void ra__slot_save(const ra__decode_rows *f, float *slot) {
     memcpy(slot + 2 * RA__DECODE_ROWS, f->acc, ra__slot_sums(f));
 }
 
-/* Slot of a part, kv head and four among those of all threads. */
+/* The slot of a part, kv head and four among those of all threads. */
 static float *ra__slot_at(const ra__local *c, const ra__decode *x, float *slots, int32_t part,
                           int32_t head, int32_t four) {
     int64_t at = x->sequence * ra__decode_limit(&c->d) + part;
     return slots + ((at * c->d.kv_heads + head) * x->fours + four) * ra__slot_floats(&c->d);
 }
 
-/* Ends a part. If it is the only one or the last, its sums become O. Otherwise they are stored in a
- * slot: one of those that all threads read or, if slots is null, the thread's own, which then has
- * the sums of all parts so far. */
+/* Ends a part. If it is the only one, its sums become O. Otherwise they are stored: in the slots
+ * that all threads read or, if slots is null, in the thread's own, which has the sums of all parts
+ * so far; after the last part these become O. */
 static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
     const int last = x->parts == 1 || (!slots && x->part + 1 == x->parts);
     if (x->direct && !x->few->o) return;
@@ -13066,12 +13062,12 @@ static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
             if (!slots && x->part) c->w.kernel->decode_merge(f, to);
             if (!last) ra__slot_save(f, to);
         }
-        for (int32_t i = 0; i < x->pairs && last; i++)
+        for (int32_t i = 0; i < x->head_rows && last; i++)
             ra__decode_store(c, x, h, i, &x->few[h * x->step + i / RA__DECODE_ROWS]);
     }
 }
 
-/* First block of a part, counting from the first that has a key that some row sees. */
+/* First block of a part; for x->parts, the end. Part 0 is the first of which a row sees a key. */
 static int64_t ra__decode_cut(const ra__local *c, const ra__decode *x, int32_t part) {
     if (part == 0) return x->first;
     if (part == x->parts) return x->last;
@@ -13095,7 +13091,7 @@ static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     x->direct = ra__decode_direct(c, x, to - from);
     for (int32_t h = 0; h < x->count && x->one_row; h++) ra__decode_load(c, x, h, 0, 1);
     for (int32_t h = 0; h < x->count && !x->one_row; h++)
-        for (int32_t i = 0; i < x->pairs; i += RA__DECODE_ROWS) ra__decode_load(c, x, h, i, 0);
+        for (int32_t i = 0; i < x->head_rows; i += RA__DECODE_ROWS) ra__decode_load(c, x, h, i, 0);
     for (int64_t i = from; i < to; i++) {
         (void)ra__side_block(&c->k_side, x->sequence, i, &block);
         ra__decode_block(c, kv, &block, array ? array + block.row : NULL, x);
@@ -13116,13 +13112,13 @@ static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
                 for (int32_t i = 1; i < x->parts; i++)
                     c->w.kernel->decode_merge(&x->few[g], ra__slot_at(c, x, slots, i, x->head, g));
             }
-            for (int32_t i = 0; i < x->pairs; i++)
+            for (int32_t i = 0; i < x->head_rows; i++)
                 ra__decode_store(c, x, 0, i, &x->few[i / RA__DECODE_ROWS]);
         }
     }
 }
 
-/* Goes through the tasks of a handful: see ra__decode_tasks. index: blocks of those before it. */
+/* Goes through the tasks of a handful: see ra__decode_tasks. index: blocks of the tasks before. */
 static int64_t ra__decode_handful(const ra__local *c, ra__decode *x, float *slots, int64_t from,
                                 int64_t to, int64_t index) {
     ra__decode_begin(c, x);
@@ -13141,7 +13137,7 @@ static int64_t ra__decode_handful(const ra__local *c, ra__decode *x, float *slot
 }
 
 /* Goes through the tasks of all sequences and runs those whose first block, counted over all tasks,
- * is in [from, to). Returns the number of blocks. */
+ * is in [from, to). Returns the number of blocks of all tasks. */
 static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots, int64_t from,
                                 int64_t to) {
     int64_t index = 0;
@@ -13152,8 +13148,8 @@ static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots,
     return index;
 }
 
-/* Counts a thread that has finished; 1 for the last of nth. *done need not be cleared: a value
- * without the mark counts as 0. After the last thread it counts from 0 again. */
+/* Counts a thread that has finished. Returns 1 for the last of nth; then the count is 0 again.
+ * *done need not be cleared: a value without the mark counts as 0. */
 static int ra__decode_last(int64_t *done, int nth) {
     const int64_t mark = (int64_t)0x52a77e9d31 << 24, most = ((int64_t)1 << 24) - 1;
     for (;;) {
@@ -13163,7 +13159,7 @@ static int ra__decode_last(int64_t *done, int nth) {
     }
 }
 
-/* All tasks of a thread. shared: of several threads, a counter in 64 bytes and slots. */
+/* All tasks of a thread. shared: with several threads, a counter in 64 bytes, then the slots. */
 static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, uint8_t *shared,
                            ra__thread who) {
     const int64_t row = ra__row_bytes(c->d.k_dtype, c->d.k_dim) +
@@ -13180,7 +13176,7 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     if (!ra__local_beside(c)) x.heads = 1;
     x.modifies = c->d.softcap != 0.0f || (c->d.scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS)) != 0;
     x.factor = ra__q_factor(&c->d);
-    x.handful = RA__DECODE_PAIRS / (c->d.q_heads / c->d.kv_heads);
+    x.handful = RA__HANDFUL / (c->d.q_heads / c->d.kv_heads);
     x.keys = RA__DECODE_KEYS;
     x.unit = c->w.kernel->decode_unit;
     while (x.keys > x.unit && x.keys * x.heads * row > RA__DECODE_BYTES)
@@ -13205,8 +13201,8 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
 
 enum { RA__STACK_BYTES = 192 * 1024, RA__STACK_DECODE = 32 * 1024 };
 
-/* Sizes of workspaces. Each grows with tokens, keys, sequences and threads, and counts the forms
- * that smaller calls may take: so the workspace of the largest call serves all. */
+/* Sizes of workspaces. Each grows with tokens, keys, sequences and threads, and provides for the
+ * forms that smaller calls may take. So the workspace of the largest call serves all. */
 
 /* Bytes that nth threads share, before those of each. */
 static int64_t ra__local_shared(const ra_desc *d, int nth) {
@@ -13231,8 +13227,8 @@ static ra_status ra__check_who(ra__thread who, ra_error *e) {
     return RA_OK;
 }
 
-/* Bytes of a workspace at any address: `shared`, and `need` for each of nth threads. 0 if a size_t
- * does not hold them, which is refused. */
+/* Bytes of a workspace at any address: `shared`, and `need` for each of nth threads. Refuses sizes
+ * that a size_t does not hold and returns 0. */
 static size_t ra__workspace_bytes(int64_t shared, int64_t need, int nth, ra_error *e) {
     const int64_t bytes = ra__add_sat(64 + shared, ra__mul_sat(need, nth));
     if (bytes < INT64_MAX && (uint64_t)bytes <= SIZE_MAX) return (size_t)bytes;
@@ -13240,7 +13236,7 @@ static size_t ra__workspace_bytes(int64_t shared, int64_t need, int nth, ra_erro
     return 0;
 }
 
-/* Points *base at the first multiple of 64 in such a workspace, or refuses. */
+/* Points *base at the first multiple of 64 in the workspace. Refuses one that is too small. */
 static ra_status ra__check_workspace(void *workspace, size_t bytes, int64_t shared, int64_t need,
                                      int nth, ra_error *e, uint8_t **base) {
     const size_t given = bytes;
@@ -13267,7 +13263,7 @@ RA__NOINLINE void ra__local_on_stack(const ra__local *c, int decode) {
     else ra__local_run(c, 1, (uint8_t *)at, ra__alone);
 }
 
-/* The same with as many kv heads per task as fit; one takes `bytes`. */
+/* Decodes on the stack with as many kv heads per task as fit. bytes: of one kv head. */
 RA__NOINLINE void ra__decode_on_stack(const ra__local *c, int64_t bytes) {
     uint8_t memory[RA__STACK_DECODE + 64];
     uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
@@ -13275,7 +13271,7 @@ RA__NOINLINE void ra__decode_on_stack(const ra__local *c, int64_t bytes) {
     ra__decode_run(c, (int32_t)heads, (uint8_t *)at, NULL, ra__alone);
 }
 
-/* Checks the pages of all keys. */
+/* Checks the page tables of all sequences. */
 static ra_status ra__check_tables_of(const ra__local *c, ra_error *e) {
     ra_status s = RA_OK;
     for (int32_t b = 0; c->d.page_tokens && b < c->d.sequences && !s; b++) {
@@ -13324,7 +13320,7 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     ra_desc mine;
     ra_status s;
     if (!d) return RA_E_NULL;
-    if (ith > 0 && ith < nth) {        /* the threads share d->error: one writes */
+    if (ith > 0 && ith < nth) {        /* threads share d->error: only thread 0 writes it */
         mine = *d;
         mine.error = NULL;
         d = &mine;
@@ -13338,15 +13334,15 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     c.w.clear = c.w.finish = 1;
     const ra__thread who = { ith, nth };
     const int decode = ra__decodes(&c.d);
-    c.pairs = !decode && ra__is_short(&c.d) &&
-              (workspace || ra__scratch_bytes(&c.d, 1) + ra__short_bytes(&c.d) <= RA__STACK_BYTES);
+    c.is_short = !decode && ra__is_short(&c.d) &&
+        (workspace || ra__scratch_bytes(&c.d, 1) + ra__short_bytes(&c.d) <= RA__STACK_BYTES);
     if (decode) c.w.kernel = ra__kernel_decode(&c.d);
     return ra__local_go(&c, workspace, bytes, who, decode);
 }
 
-/* For CACHE: a call of one thread, in a workspace that is large enough, with a kernel that the
- * caller has chosen. ra__attend_decode takes the form of DECODE and returns when all is done.
- * ra__attend_walk begins a walk of LOCAL. */
+/* For CACHE: a call of one thread, with a workspace that is large enough and a kernel that the
+ * caller has chosen. ra__attend_decode decodes and returns when all is done. ra__attend_walk begins
+ * a walk of LOCAL. */
 typedef struct ra__attend { ra__local c; ra__local_walk walk; } ra__attend;
 
 static ra_status ra__attend_check(const ra_desc *d, const ra_tensors *t, ra__local *c,
@@ -13371,7 +13367,7 @@ static ra_status ra__attend_walk(const ra_desc *d, const ra_tensors *t, uint8_t 
                                  const ra__kernel *kernel, ra__attend *a) {
     ra_status s = ra__attend_check(d, t, &a->c, kernel);
     if (s) return s;
-    a->c.pairs = ra__is_short(&a->c.d);
+    a->c.is_short = ra__is_short(&a->c.d);
     ra__local_begin(&a->c, ra__panels(&a->c.d), workspace, ra__alone, &a->walk);
     return RA_OK;
 }
@@ -13424,7 +13420,7 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     return RA_OK;
 }
 
-/* Checks a state and points the work at it. */
+/* Checks a state and points c->w at it. */
 static ra_status ra__state_use(const ra_state *s, ra__local *c, ra_error *e) {
     if (!s) return ra__refuse(e, RA_E_NULL, "state", "is required", 0);
     if (!s->m) return ra__refuse(e, RA_E_NULL, "state.m", "is required", 0);
@@ -13499,7 +13495,7 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
 
 /* ========================================================================== LOCAL BACKWARD
  * Gradients on one rank. In: the tensors of a call, dO, and O and LSE of its forward pass. Out: dQ,
- * dK, dV, or sums of them in arrays of the caller's.
+ * dK and dV, or f32 sums of them in the caller's arrays.
  * Work is divided into the KV heads of all sequences, and a thread computes whole heads. Those left
  * over when their number is not a multiple of nth may be cut into pieces: dQ of some query blocks,
  * or dK and dV of some blocks of keys. Each piece computes S and dP again (7 matrix products
@@ -13563,7 +13559,7 @@ static void ra__back_run_piece(const ra__back_local *l, ra__back_slice *p, ra__b
 }
 
 /* The work of a thread: whole heads, then pieces of those left over (cut if that is faster than
- * leaving threads idle), then sinks by head. */
+ * leaving threads idle), then the sinks of some heads. */
 static void ra__back_run(const ra__back_local *l, uint8_t *memory, ra__thread who) {
     const ra_desc *d = &l->c.d;
     const int64_t heads = (int64_t)d->sequences * d->kv_heads, rest = heads % who.nth;
@@ -13649,7 +13645,7 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
     }
 }
 
-/* Points *memory at the part of thread ith, or refuses. */
+/* Points *memory at the memory of thread ith, or refuses. */
 static ra_status ra__back_workspace(const ra_desc *d, void *workspace, size_t bytes,
                                     ra__thread who, uint8_t **memory) {
     const int64_t need = ra__back_bytes(d);
@@ -13735,7 +13731,7 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
 
 /* ========================================================================== SCHEDULE
  * Chunks, their order, and how far each travels. In: a resolved descriptor. Out: one list of chunks
- * in the order in which every row folds them and every link carries them (other than in rounds, see
+ * in the order in which every row folds them and every link carries them (except in rounds, see
  * below), and for one rank the sublists of what it folds, receives and sends.
  *
  * Order. RA_ORDER_DESCENDING goes sequence by sequence, with owners and chunks descending. It
@@ -13750,22 +13746,22 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
  * ra__tour_steps constructs such a run: it gives every message a step, and whatever a message waits
  * for has an earlier step.
  *
- * Rounds. With RA_ORDER_ROUNDS each rank goes through the list of a forward pass in an order of its
- * own. Round i of a sequence is chunk i of every shard. A rank folds its own chunk, then that of
- * the rank before it in the direction of travel, and so on around the ring, and it sends in the
- * same order. All links are busy from the start, and own keys are folded while others come.
+ * Rounds. With RA_ORDER_ROUNDS each rank goes through the list of a forward pass in its own order.
+ * Round i of a sequence is chunk i of every shard. A rank folds its own chunk, then that of the
+ * rank before it in the direction of travel, and so on around the ring, and it sends in the same
+ * order. All links are busy from the start, and own keys are folded while others arrive.
  *
- * That cannot deadlock with two buffers or more. Sort all messages by round, then by hops from the
- * owner: each link carries them in this order. A message needs a buffer. The chunk that was in it
- * must have been folded, which waits for earlier messages of the same link only, and sent on. With
- * two buffers at least one message came on this link in between. It has more hops than that chunk
- * had, or belongs to a later round, so sending the chunk on, with one hop more, comes no later than
- * it. So a message waits for earlier ones only.
+ * Rounds cannot deadlock with two buffers or more. Sort all messages by round, then by hops from
+ * the owner. Each link carries them in this order, and a message waits only for earlier ones: it
+ * needs a buffer, so the chunk that was in it must be folded and sent on. Folding waits only for
+ * earlier messages of the same link. With two buffers, another message came on this link between
+ * that chunk and this message. It has more hops than the chunk had, or is of a later round; so the
+ * chunk, sent on with one hop more, is no later than it and earlier than this message.
  *
  * Time. With two buffers or more a forward pass of C chunks on P ranks takes less than C +
  * (sequences + 1) P steps, for every mask and layout. Going up, chunk c of the list may leave its
  * owner o in step c + o + P * sequence and never stop: a chunk of a later owner then stays behind
- * those before it all the way around. RA_ORDER_DESCENDING needs C + P, because nobody is above the
+ * those before it all the way around. RA_ORDER_DESCENDING needs C + P, because no rank is above the
  * last owner. The chosen steps are never later than these, and the other direction is taken only if
  * it needs fewer. A backward pass has the same bound unless the chunks of one owner differ in how
  * far they travel (windows to both sides, zigzag windows), because gradients return in the order of
@@ -13776,8 +13772,8 @@ enum { RA__SERIES_KEYS = 4096 };       /* keys after which the state of a task i
 
 /* Backward. The gradient of a chunk travels with the chunk. It starts at zero on the owner. The
  * owner adds its query rows whose unit is not below the key's (RA__AFTER; a unit is a block, or
- * with zigzag a mirrored pair of blocks). Then the chunk visits the ranks above, up to the last one
- * that needs it, and its gradient returns to the owner, directly or on around the ring. There the
+ * with zigzag two mirrored blocks). Then the chunk visits the ranks above, up to the last one that
+ * needs it, and its gradient returns to the owner, directly or on around the ring. There the
  * owner adds its rows below (RA__BEFORE). So dK and dV of a key sum query units upwards from its
  * own, cyclically, and dQ sums keys as forward does, in the same way for any number of ranks.
  * RA_ORDER_DESCENDING has no rows below, and layouts without units do everything at the first
@@ -13907,7 +13903,7 @@ struct ra_plan {
     ra_plan_report report;             /* of d.rank */
 };
 
-/* The rank `steps` above another, and how many steps one is above another; cyclic. */
+/* The rank `steps` above another, and how many steps `to` is above `from`; both cyclic. */
 RA__INLINE int32_t ra__rank_up(const ra_plan *p, int32_t rank, int32_t steps) {
     int32_t n = rank + steps;
     return n < 0 ? n + p->d.ranks : n >= p->d.ranks ? n - p->d.ranks : n;
@@ -13926,7 +13922,7 @@ RA__INLINE const ra__travel *ra__back_travel(const ra_plan *p) {
     return p->d.backward_travel == RA_TRAVEL_Q ? &p->queries : &p->keys;
 }
 
-/* 1: the rank needs segment i of chunk c; it needs any segment. */
+/* 1 if the rank needs segment i of chunk c; below, if it needs any segment. */
 RA__INLINE int ra__need_seg(const ra__travel *t, int64_t c, int32_t i, int32_t rank) {
     int64_t bit = 2 * c + i;
     return (t->need[rank * t->need_row + bit / 8] >> (bit % 8)) & 1;
@@ -13978,7 +13974,6 @@ static ra__query_walk ra__queries_of(const ra_plan *p, int32_t rank, int32_t b) 
     return w;
 }
 
-/* Moves on to the next block; 0 if there is none. */
 RA__INLINE int ra__queries_next(ra__query_walk *w) {
     while (w->block >= ra__ceil_div(w->seg.rows, RA_BLOCK_TOKENS)) {
         w->block = 0;
@@ -14071,7 +14066,7 @@ RA__INLINE int32_t ra__back_to(const ra_plan *p, const ra__chunk *c, int32_t ran
     return returned ? c->owner : ra__rank_up(p, rank, p->back.direction);
 }
 
-/* The parts of a chunk in a plan that have one run of positions each: its segments or its runs. */
+/* The pieces of a chunk in a plan that have one run of positions each: its segments or its runs. */
 RA__INLINE int32_t ra__chunk_pieces(const ra__chunk *c) {
     return c->list.run ? (int32_t)c->list.count : c->segs;
 }
@@ -14079,8 +14074,8 @@ static ra__seg ra__chunk_piece(const ra__chunk *c, int32_t i) {
     return c->list.run ? ra__chunk_run(c, i) : c->seg[i];
 }
 
-/* Writes the chunks of a list of runs, cut between blocks so that they have nearly equally many
- * rows; returns how many. */
+/* Writes the chunks of a list of runs, cut between blocks, with about equally many rows each;
+ * returns how many. */
 static int64_t ra__chunk_runs(const ra__side *side, int32_t b, ra__chunk *out) {
     const ra__run_list *l = &side->list;
     int64_t rows = ra__list_all(l).n[RA__ROWS], from = 0, count = 0;
@@ -14241,8 +14236,9 @@ static void ra__bits_transpose(uint64_t row[64]) {
         }
 }
 
-/* How far segment i of a chunk must travel for the ranks from `rank` on with a bit in `by`. Going
- * up, a rank below the owner is farther than one above it, and the last of them is the farthest. */
+/* Lets segment i of a chunk travel far enough, up or down, for the ranks from `rank` on with a bit
+ * in `by`. Going up, a rank below the owner is farther than one above it, and the last the
+ * farthest. */
 static void ra__need_reach(const ra_plan *p, ra__chunk *c, int32_t i, int32_t rank, uint64_t by) {
     const int32_t at = c->owner - rank;
     const uint64_t upto = at < 0 ? 0 : at > 63 ? UINT64_MAX : ((uint64_t)2 << at) - 1;
@@ -14348,8 +14344,8 @@ static void ra__needs_rows(ra__needs *x, const ra__bounds *b, int32_t viewer) {
         ra__needs_view(x, viewer);
 }
 
-/* Marks which chunks of keys of sequence b are needed by RA__VIEWERS ranks from `rank`, a multiple,
- * on: a rank needs a chunk if a block of its queries may see one of the keys. */
+/* Marks which chunks of keys of sequence b are needed by RA__VIEWERS ranks from `rank` on, which is
+ * a multiple of that. A rank needs a chunk if a block of its queries may see one of the keys. */
 static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
     const int32_t ranks = (int32_t)ra__min(p->d.ranks - rank, RA__VIEWERS);
     const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
@@ -14410,7 +14406,7 @@ static int64_t ra__key_spans(const ra_plan *p, int32_t b, ra__span *span) {
 }
 
 /* -------------------------------------------------------------------------- tours
- * A tour is the way of all chunks of one kind of pass around the ring. Backward, the gradient of a
+ * A tour is how all chunks of one kind of pass go around the ring. Backward, the gradient of a
  * chunk that leaves its owner returns from the last rank that it visits. */
 typedef struct ra__tour {
     const ra_plan *p;
@@ -14452,8 +14448,8 @@ static int64_t ra__tour_chunk(const ra__tour *w, int32_t rank, int64_t k) {
     return round[at < 0 ? at + round->count : at < round->count ? at : at - round->count].chunk;
 }
 
-/* 1: chunk c comes to this rank from another; it leaves this rank, to the next one or back to its
- * owner. */
+/* 1 if chunk c comes to the rank from another; below, if it leaves the rank, for the next one or
+ * for its owner. */
 RA__INLINE int ra__tour_arrives(const ra__tour *w, int64_t c, int32_t rank) {
     int32_t n = ra__tour_apart(w, w->t->chunk[c].owner, rank);
     return n > 0 && n <= ra__tour_stations(w, c);
@@ -14492,16 +14488,15 @@ static int64_t ra__tour_hops(const ra__tour *w) {
 
 /* A chunk leaves its owner in some step and each rank after it one step later; backward its
  * gradient returns in the step after it came to its last rank. Chunks move on in the first half of
- * a step and return in the second half. A count is a step less the place of a rank in the direction
- * of travel: a chunk leaves all its ranks in the same count, those beyond the end of the ring
- * `ranks` later. free[x]: the first count in which a chunk may leave the places [x, end[x]), one
- * value for a piece of places that share it; end[x] is 0 inside a piece.
- *
- * Cost: a chunk makes one piece of all the pieces that it passes, and two more at its ends, so all
- * chunks together pass few more than there are chunks and ranks. */
+ * a step and return in the second half. A count is a step minus a rank's place in the direction of
+ * travel. So a chunk leaves all its ranks in the same count, except that beyond the end of the ring
+ * it is `ranks` more. free[x] is the first count in which a chunk may leave a piece, the places
+ * [x, end[x]); inside a piece end is 0.
+ * Cost: a chunk merges the pieces that it passes and splits two at its ends. So all chunks together
+ * pass about as many pieces as there are chunks and ranks. */
 typedef struct ra__line { int64_t *free, *end; } ra__line;
 
-/* Lets a piece begin at place x. */
+/* Splits a piece so that one begins at place x. */
 static void ra__line_split(const ra__line *l, int64_t x) {
     int64_t from = x;
     while (!l->end[from]) from--;
@@ -14520,7 +14515,7 @@ static int64_t ra__line_least(const ra__line *l, int64_t from, int64_t to, int64
     return least;
 }
 
-/* Makes one piece of the places [from, to), which chunks may leave from count `next` on. */
+/* Merges the places [from, to) into one piece, which chunks may leave from count `next` on. */
 static void ra__line_set(const ra__line *l, int64_t from, int64_t to, int64_t next) {
     for (int64_t x = from, end; x < to; x = end) {
         end = l->end[x];
@@ -14575,9 +14570,9 @@ static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) 
 }
 
 /* -------------------------------------------------------------------------- exchanges
- * A call of sendrecv blocks until the peer makes its own. So on a transport that has nothing else
- * all ranks must agree when each message moves. Every rank plays the pass of all ranks through, as
- * if computing took time and the network none, and gives every message a moment. Both sides of a
+ * A call of sendrecv blocks until the peer makes the matching one. So on a transport without post
+ * all ranks must agree when each message moves. Every rank simulates the pass of all ranks, as if
+ * computing took time and the network none, and gives every message a moment. Both sides of a
  * message find the same moment, and a rank makes its exchanges in the order of moments. Whatever a
  * message waits for has an earlier moment, so exchanges cannot deadlock, however long a rank really
  * computes.
@@ -14587,7 +14582,7 @@ static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) 
  * once.
  *
  * Work is estimated from what a few blocks of queries see of the chunk (with RA_TRAVEL_Q: from what
- * blocks of the chunk see of the rank's keys). A poor estimate costs time and nothing else. */
+ * blocks of the chunk see of the rank's keys). A poor estimate costs only time. */
 enum { RA__MOMENT_BITS = 24, RA__WORK_BITS = 36, RA__SAMPLES = 64 };
 
 typedef struct ra__play_slot { int64_t arrived, folded, sent; } ra__play_slot;
@@ -14603,8 +14598,8 @@ typedef struct ra__play_rank {
                                         * visit, were sent, are back, had their second visit */
     int64_t next_send, next_receive, next_return; /* the earliest moments of these */
     int64_t busy;                      /* when it has folded everything before `fold` */
-    int64_t series, series_keys, series_from; /* forward: when the chunks that it folds together
-                                        * began, their keys, the first received one of them */
+    int64_t series, series_keys, series_from; /* forward: when the current series began, its keys,
+                                        * and its first received chunk */
     int64_t released;                  /* when the latest slot that was reused became free */
     int64_t blocks, own, own_first, own_last; /* of this sequence: its blocks of what stays, of what
                                         * travels; those of the first and second visits so far */
@@ -14630,8 +14625,8 @@ typedef struct ra__play {
     ra__play_chunk *chunk;             /* [chunks] */
     int64_t *moment[3];                /* of this rank's messages: sent, received, returned */
     ra__play_work *work;               /* what this rank folds, in order */
-    int64_t *come;                     /* [folds] when the chunks of this rank's fold list up to an
-                                        * entry have come */
+    int64_t *come;                     /* [folds] when all chunks up to an entry of this rank's fold
+                                        * list have come */
     uint8_t *stores;                   /* forward, [folds]: 1: a series begins with this entry of
                                         * the fold list; all tasks are stored before it */
     int64_t count[3], works, comes, stored, last_slot; /* stored: the next one of `stores` */
@@ -14648,9 +14643,9 @@ RA__INLINE int64_t ra__play_slots(const ra_plan *p) {
 RA__INLINE ra__play_slot *ra__play_at(const ra__play *y, int32_t rank, int64_t i) {
     return &y->slot[(rank * (y->last_slot + 1)) + (i & y->last_slot)];
 }
-/* Samples per rank: blocks of queries from which work is estimated. Each chunk takes time for every
- * sample, and many ranks have many chunks. With few samples per chunk of a shard the two visits of
- * a chunk are estimated poorly. */
+/* Samples per rank: blocks of queries from which work is estimated. Every chunk is compared with
+ * every sample, and many ranks have many chunks, so they get fewer samples. With few samples per
+ * chunk of a shard the two visits of a chunk are estimated poorly. */
 RA__INLINE int64_t ra__play_samples(const ra_plan *p) {
     return p->d.ranks > 64 ? 4 : ra__max(16, ra__min(RA__SAMPLES, 512 / p->d.ranks));
 }
@@ -14683,8 +14678,9 @@ static int64_t ra__play_keys_seen(const ra__seg *s, const ra__bounds *x, int64_t
     return all;
 }
 
-/* Which of `blocks` blocks is sample i of n. Even and odd blocks in turn: in zigzag they mirror
- * each other, and of a chunk of two blocks the first rows see one and the others both. */
+/* Which of `blocks` blocks is sample i of n. Samples are even and odd blocks in turn: in zigzag
+ * these mirror each other, and in a chunk of two blocks the first sees one block, the other both.
+ * */
 RA__INLINE int64_t ra__play_sample(int64_t i, int64_t blocks, int64_t n) {
     return ra__min((2 * i + 1) * blocks / (2 * n) / 2 * 2 + i % 2, blocks - 1);
 }
@@ -14738,7 +14734,7 @@ static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank
     return n ? ra__mul_sat(ra__mul_sat(all, skip), blocks) / n : 0;
 }
 
-/* Blocks of a rank's sequence of what stays, or of what travels. */
+/* Blocks of a sequence that a rank has of the side that stays, or of the side that travels. */
 static int64_t ra__play_blocks(const ra__tour *w, int stays, int32_t rank, int32_t b) {
     ra__side side = ra__plan_side(w->p, stays == (w->t == &w->p->queries), rank);
     return ra__side_blocks(&side, b);
@@ -14774,7 +14770,7 @@ static void ra__play_note(const ra__tour *w, ra__play *y, int32_t rank, int64_t 
     work->folds = (joins ? work->folds : 0) + 1;
 }
 
-/* Work of a chunk on a rank, as far as samples [first, end) stand for its rows. */
+/* Work of a chunk with the rows of a rank that samples [first, end) represent. */
 static int64_t ra__play_some(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c,
                              int64_t first, int64_t end) {
     const ra__play_rank *s = &y->rank[rank];
@@ -15022,7 +15018,7 @@ static void ra__play_start(const ra__tour *w, ra__play *y) {
     }
 }
 
-/* Plays the pass through. Cost: chunks x ranks. */
+/* Simulates the pass. Cost: chunks x ranks. */
 static void ra__play_through(const ra__tour *w, ra__play *y) {
     const int32_t ranks = w->p->d.ranks;
     int any = 1;
@@ -15132,13 +15128,13 @@ static void ra__readers_of(const ra_plan *p, int32_t rank, ra__readers *out) {
 enum { RA__MAGIC = 0x31464152 };
 enum { RA__REFUSALS = 32 };            /* refused tickets that are remembered */
 
-/* Tickets of ra_join and ra_infer_join. A thread that begins or looks up holds `join`. */
+/* Tickets of ra_join and ra_infer_join. To begin or look up a ticket a thread holds `join`. */
 typedef struct ra__tickets {
     int64_t last;                      /* atomic: the latest that was begun or refused */
     ra_status status;                  /* atomic: what its beginning returned */
     int32_t join;                      /* atomic */
     int64_t refusals, forgotten;       /* tickets refused so far; the last that is not kept. Under
-                                        * join, but atomic to see whether there are any */
+                                        * join; atomic, so that others see whether there are any */
     int64_t refused[RA__REFUSALS];
     ra_status refused_status[RA__REFUSALS];
 } ra__tickets;
@@ -15146,8 +15142,8 @@ typedef struct ra__tickets {
 /* The threads of a ring or a cache: who is inside a call, and how it ends. */
 typedef struct ra__crew {
     int32_t state;                     /* RA_RING_*, RA__RING_ENDING. The first thread that swaps
-                                        * RUNNING for another state ends the pass. All here except
-                                        * parted and shared is atomic */
+                                        * RUNNING for another state ends the pass. All fields except
+                                        * parted and shared are atomic */
     int32_t failed;                    /* status, set once the failure is recorded */
     int32_t comm;                      /* 1: a thread talks to the transport */
     int32_t inside;                    /* threads that are in a step */
@@ -15221,7 +15217,7 @@ typedef struct ra__back_hand {
     ra__bounds seen;                   /* RA_TRAVEL_Q: of all its rows */
     ra__item item;                     /* keys in hand, with their gradients */
     ra__grads g;
-    int32_t keys_first, keys_last;     /* 1: dK and dV begin at 0; they go to the caller after it */
+    int32_t keys_first, keys_last;     /* 1: dK and dV begin at 0; at the end go to the caller */
     int32_t q_first, q_last;           /* the same for dQ */
     int32_t stage, opened;             /* RA__STAGE_*; the item in hand is prepared */
     int64_t index, at;                 /* of a stage: items that are done, rows of the next */
@@ -15239,9 +15235,8 @@ typedef struct ra__fold_hand {
 } ra__fold_hand;
 
 /* Where a thread computes: scratch and the task in hand, which a step may leave half done. There
- * are as many desks as threads. A thread takes its own, or another one if its own is taken. If a
- * thread does not come back, others finish the task on its desk when they have nothing else to
- * do. */
+ * are as many desks as threads. A thread takes its own desk, or a free one if that is taken. If the
+ * thread does not return, others finish the task on its desk when they have nothing else to do. */
 typedef struct ra__desk {
     ra_ring *ring;
     int32_t polls;                     /* 1: its thread may talk to the transport */
@@ -15371,7 +15366,7 @@ struct ra_ring {
     float *dq;                         /* RA_TRAVEL_KV: [B][rows][Hq][Dk] sums */
     float *dk, *dv;                    /* RA_TRAVEL_Q: [B][key rows][Hkv][Dk], [Dv] sums */
     int64_t grad_slots, grad_bytes;
-    int64_t returns_folded;            /* own chunks that returned and need no buffer any more */
+    int64_t returns_folded;            /* own chunks that returned and no longer need a buffer */
     uint8_t *grad_buf;                 /* gradients of own chunks that stay, or all if shared */
     void *mr;                          /* of the whole workspace */
     uint8_t *scratch;                  /* [threads][scratch_bytes] */
@@ -15380,7 +15375,7 @@ struct ra_ring {
     ra__earlier earlier;
     int32_t epoch;                     /* of the last ra_resume; 0: none. From here on see RESUME */
     int32_t meeting;                   /* atomic. 1: ranks have not agreed yet, do not compute */
-    int32_t talking;                   /* 1: they may still need messages of this one. Under comm */
+    int32_t talking;                   /* 1: others may need messages of this rank. Under comm */
     int32_t awaited;                   /* atomic: peer that this rank waits for, -1: none */
     int32_t serves;                    /* 1: this rank has the pass complete and only helps */
     int32_t lent;                      /* 1: messages of the failed pass were lent */
@@ -15405,8 +15400,8 @@ struct ra_ring {
     ra__journal journal;
 };
 
-/* Tasks of a rank with `panels` query blocks each; task_begin [B + 1], may be null: first of each
- * sequence. */
+/* How many tasks a rank has, with `panels` query blocks each. task_begin, if not null, gets [B + 1]
+ * the first task of each sequence. */
 static int64_t ra__plan_tasks(const ra_plan *p, int32_t rank, int32_t panels, int64_t *task_begin) {
     const int32_t group = p->d.q_heads / p->d.kv_heads;
     ra__side side = ra__plan_side(p, 0, rank);
@@ -15431,8 +15426,8 @@ static void ra__plan_pass_sizes(const ra__tour *w, int32_t rank, ra__counts *s) 
     }
 }
 
-/* Counts of one rank. There are fewer panels per task if threads would otherwise have no work; bits
- * do not depend on it. */
+/* Counts of one rank. Tasks have fewer panels if threads would otherwise have no work; bits do not
+ * depend on that. */
 static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task_begin) {
     ra__tour forward = ra__tour_of(p, 0), back = ra__tour_of(p, 1);
     ra__readers all;
@@ -16901,7 +16896,7 @@ enum { RA__SHM_BUCKETS = 16, RA__SHM_CHANNELS = 2 };
 enum { RA__SHM_SPINS = 200, RA__SHM_YIELDS = 8 };
 #define RA__SHM_SLICE_NS 10000000      /* longest single sleep */
 #define RA__SHM_EVENT 65536            /* event word: events times this plus sleepers */
-#define RA__SHM_LINE __attribute__((aligned(128))) /* two lines: processors fetch pairs */
+#define RA__SHM_LINE __attribute__((aligned(128))) /* two lines: processors fetch two */
 
 /* Words of ra_transport_op.scratch of a PENDING op. All except the report are read and written
  * under the lock of the inbox that queues the op. */
@@ -21055,7 +21050,7 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  *
  * Merging. In one exchange (RA_INFER_PASS_Q) a rank gets the partial results of its rows from all
  * others and merges them. In two (RA_INFER_MERGE) it first gets those of its share, an equal part
- * of the pairs (row, head) of all rows, and merges them; then it sends the sums to the ranks that
+ * of the head rows of all rows, and merges them; then it sends the sums to the ranks that
  * want the rows. With P ranks and b bytes of partial results of the rows that a rank wants of all
  * those of a call, B, the rank receives (P - 1) b in one exchange, (P - 1) (B + b) / P in two. If
  * all want all rows, which is so with RA_QUERIES_ALL, that is less from 3 ranks on, for one message
@@ -21109,9 +21104,9 @@ typedef struct ra__key_rows {
                                         * keys are in the caller's memory */
 } ra__key_rows;
 
-/* Partial results of pairs (row, head), a row's heads one after the other: O [pairs][Dv], then
- * LSE [pairs], for each subtree of a rank. */
-typedef struct ra__partials { float *data; int64_t pairs; } ra__partials;
+/* Partial results of head rows, a row's heads one after the other: O [head_rows][Dv], then
+ * LSE [head_rows], for each subtree of a rank. */
+typedef struct ra__partials { float *data; int64_t head_rows; } ra__partials;
 
 /* The place of a partial result: some heads of rows that are `step` heads apart. */
 typedef struct ra__partial { float *o, *lse; int64_t step; } ra__partial;
@@ -21416,9 +21411,9 @@ static int64_t ra__partial_floats(const ra_desc *d) {
     return d->q_heads * (int64_t)(d->v_dim + 1);
 }
 
-/* Bytes of a message with partial results of some pairs, from `trees` subtrees. */
-static int64_t ra__pairs_message(const ra_desc *d, int64_t pairs, int64_t trees) {
-    return pairs ? RA__FRAME_BYTES + 4 * (d->v_dim + 1) * pairs * trees : 0;
+/* Bytes of a message with partial results of some head rows, from `trees` subtrees. */
+static int64_t ra__sums_message(const ra_desc *d, int64_t head_rows, int64_t trees) {
+    return head_rows ? RA__FRAME_BYTES + 4 * (d->v_dim + 1) * head_rows * trees : 0;
 }
 
 static int32_t ra__rank_trees(const ra_cache *c, int32_t rank) {
@@ -21477,7 +21472,7 @@ static void ra__cache_carve_desks(ra__arena *a, ra_cache *c) {
     }
 }
 
-/* The most pairs of a share, in a call of MERGE. */
+/* The most head rows of a share, in a call of MERGE. */
 static int64_t ra__share_most(const ra_cache *c) {
     return ra__ceil_div(c->merge_rows * c->d.q_heads, c->ranks);
 }
@@ -21486,14 +21481,14 @@ static int64_t ra__share_most(const ra_cache *c) {
 static void ra__cache_carve_sums(ra__arena *a, ra_cache *c, int64_t align) {
     const int64_t most = ra__share_most(c), all = c->cd.queries == RA_QUERIES_ALL;
     if (!c->merge_rows) return;
-    c->sums = ra__carve_aligned(a, ra__pairs_message(&c->d, most, 1), align);
+    c->sums = ra__carve_aligned(a, ra__sums_message(&c->d, most, 1), align);
     for (int32_t r = 0; r < c->ranks; r++) {
         uint8_t *send = c->sums, *recv = NULL;
         const int64_t from = ra__min(most, ra__own_most(c, c->rank) * c->d.q_heads);
         const int64_t to = ra__min(most, ra__own_most(c, r) * c->d.q_heads);
         if (r == c->rank) continue;
-        recv = ra__carve_aligned(a, ra__pairs_message(&c->d, from, 1), align);
-        if (!all) send = ra__carve_aligned(a, ra__pairs_message(&c->d, to, 1), align);
+        recv = ra__carve_aligned(a, ra__sums_message(&c->d, from, 1), align);
+        if (!all) send = ra__carve_aligned(a, ra__sums_message(&c->d, to, 1), align);
         if (!a->base) continue;
         c->sums_recv[r] = recv;
         c->sums_send[r] = send;
@@ -21507,12 +21502,12 @@ static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
     const int64_t trees = ra__rank_trees(c, c->rank);
     const int moves = c->ranks > 1 && c->cd.queries == RA_QUERIES_OWN;
     for (int32_t r = 0; r < c->ranks && c->ranks > 1; r++) {
-        const int64_t rows = ra__own_most(c, r), pairs = ra__max(moves * rows * heads, share);
+        const int64_t rows = ra__own_most(c, r), head_rows = ra__max(moves * rows * heads, share);
         uint8_t *recv = NULL, *send = NULL, *result = ra__carve_aligned(
-            a, ra__pairs_message(&c->d, ra__max(own * heads, share), ra__rank_trees(c, r)), align);
+            a, ra__sums_message(&c->d, ra__max(own * heads, share), ra__rank_trees(c, r)), align);
         if (moves && r != c->rank) recv = ra__carve_aligned(a, RA__FRAME_BYTES + rows * q, align);
-        if (pairs && r != c->rank)
-            send = ra__carve_aligned(a, ra__pairs_message(&c->d, pairs, trees), align);
+        if (head_rows && r != c->rank)
+            send = ra__carve_aligned(a, ra__sums_message(&c->d, head_rows, trees), align);
         if (!a->base) continue;
         c->result[r] = result;
         c->q_recv[r] = recv;
@@ -21520,8 +21515,8 @@ static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
     }
     ra__cache_carve_sums(a, c, align);
     if (moves || c->merge_rows)
-        c->partial_out = (uint8_t *)ra__carve(a, ra__pairs_message(&c->d, c->most_rows * heads,
-                                                                trees));
+        c->partial_out = (uint8_t *)ra__carve(a, ra__sums_message(&c->d, c->most_rows * heads,
+                                                               trees));
     if (!moves) return;
     c->q_send = ra__carve_aligned(a, RA__FRAME_BYTES + own * q, align);
     c->q_all = (uint8_t *)ra__carve(a, c->most_rows * q);
@@ -21673,7 +21668,7 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->rank = c->d.rank;
     c->lanes = c->cd.lanes ? c->cd.lanes : ra__lanes_default(c->d.layout.weights, c->ranks);
     c->group = c->d.q_heads / c->d.kv_heads;
-    c->decode_tokens = c->group <= RA__DECODE_PAIRS ? RA__DECODE_PAIRS / c->group : 0;
+    c->decode_tokens = c->group <= RA__HANDFUL ? RA__HANDFUL / c->group : 0;
     c->lane_rows = ra__ceil_div(c->d.kv_tokens, RA__LANE_BLOCK * (int64_t)c->lanes);
     c->lane_rows *= RA__LANE_BLOCK;
     c->tile_rows = ra__tile_rows(c, c->lanes > 1 ? RA__PANELS / 2 : RA__PANELS);
@@ -21746,9 +21741,9 @@ static int64_t ra__rows_message(int64_t rows, int64_t row_bytes) {
     return rows ? RA__FRAME_BYTES + rows * row_bytes : 0;
 }
 
-/* Bytes of a message with a rank's partial results of some pairs. */
-static int64_t ra__partial_length(const ra_cache *c, int32_t rank, int64_t pairs) {
-    return ra__pairs_message(&c->d, pairs, ra__rank_trees(c, rank));
+/* Bytes of a message with a rank's partial results of some head rows. */
+static int64_t ra__partial_length(const ra_cache *c, int32_t rank, int64_t head_rows) {
+    return ra__sums_message(&c->d, head_rows, ra__rank_trees(c, rank));
 }
 
 /* The longest message, except those of keys. */
@@ -21756,10 +21751,10 @@ static int64_t ra__cache_message(const ra_cache *c) {
     int64_t most = c->shared && c->notes ? RA__NOTE_BYTES : 0;
     for (int32_t r = 0; r < c->ranks; r++) {
         const int64_t rows = ra__own_most(c, r);
-        const int64_t pairs = ra__max(rows * c->d.q_heads, ra__share_most(c));
+        const int64_t head_rows = ra__max(rows * c->d.q_heads, ra__share_most(c));
         most = ra__max(most, RA__FRAME_BYTES + rows * ra__query_bytes(&c->d));
         for (int32_t q = 0; q < c->ranks; q++)
-            most = ra__max(most, ra__partial_length(c, q, pairs));
+            most = ra__max(most, ra__partial_length(c, q, head_rows));
     }
     return most;
 }
@@ -22092,17 +22087,18 @@ static int ra__row_wanted(const ra_cache *c, int32_t rank, int64_t i) {
            c->lane_owner[ra__lane_of(c, c->all_pos[i])] == rank;
 }
 
-/* The first pair of the share of a rank, which ends where the next begins. */
+/* The first head row of the share of a rank, which ends where the next begins. */
 static int64_t ra__share_first(const ra_cache *c, int32_t rank) {
     return c->rows * c->d.q_heads * rank / c->ranks;
 }
 
-static int64_t ra__share_pairs(const ra_cache *c, int32_t rank) {
+static int64_t ra__share_size(const ra_cache *c, int32_t rank) {
     return ra__share_first(c, rank + 1) - ra__share_first(c, rank);
 }
 
-/* The pairs of the share of `holder` in rows that `rank` wants. With a share or a message to take
- * them from it copies their sums, to the rows of `rank` or, if these are null, to a message. */
+/* How many head rows of the share of `holder` are in rows that `rank` wants. With a share or a
+ * message it copies their sums from there, to the rows of `rank` or, if these are null, to a
+ * message. */
 static int64_t ra__share_move(const ra_cache *c, int32_t holder, int32_t rank,
                               const ra__partials *share, const ra__partials *message,
                               const ra__partials *rows) {
@@ -22117,7 +22113,7 @@ static int64_t ra__share_move(const ra_cache *c, int32_t holder, int32_t rank,
             const int64_t at = share ? first - begin : moved;
             const int64_t place = rows ? row * heads + first - i * heads : moved;
             memcpy(to->data + place * dim, from->data + at * dim, (size_t)(n * dim) * 4);
-            memcpy(to->data + to->pairs * dim + place, from->data + from->pairs * dim + at,
+            memcpy(to->data + to->head_rows * dim + place, from->data + from->head_rows * dim + at,
                    (size_t)n * 4);
         }
         moved += ra__max(n, 0);
@@ -22130,7 +22126,7 @@ static int64_t ra__share_move(const ra_cache *c, int32_t holder, int32_t rank,
 static void ra__merge_swaps(ra_cache *c) {
     for (int32_t s = 1; s < c->ranks; s++) {
         const int32_t to = (c->rank + s) % c->ranks, from = (c->rank + c->ranks - s) % c->ranks;
-        const int64_t here = ra__share_pairs(c, c->rank), there = ra__share_pairs(c, to);
+        const int64_t here = ra__share_size(c, c->rank), there = ra__share_size(c, to);
         const ra__swap_message out = { c->partial_send[to],
                                        ra__partial_length(c, c->rank, there), 1 };
         const ra__swap_message in = { c->result[from], ra__partial_length(c, from, here), 0 };
@@ -22140,8 +22136,8 @@ static void ra__merge_swaps(ra_cache *c) {
         const int32_t to = (c->rank + s) % c->ranks, from = (c->rank + c->ranks - s) % c->ranks;
         const int64_t sent = ra__share_move(c, c->rank, to, NULL, NULL, NULL);
         const int64_t come = ra__share_move(c, from, c->rank, NULL, NULL, NULL);
-        const ra__swap_message out = { c->sums_send[to], ra__pairs_message(&c->d, sent, 1), 2 };
-        const ra__swap_message in = { c->sums_recv[from], ra__pairs_message(&c->d, come, 1), 0 };
+        const ra__swap_message out = { c->sums_send[to], ra__sums_message(&c->d, sent, 1), 2 };
+        const ra__swap_message in = { c->sums_recv[from], ra__sums_message(&c->d, come, 1), 0 };
         ra__swap_add(c, RA__FRAME_SUMS, s, &out, &in);
     }
     c->stages = 3;
@@ -22504,22 +22500,22 @@ static void ra__cache_place_q(ra_cache *c, int32_t rank, const uint8_t *from) {
     }
 }
 
-/* A pair, and those of its row's heads after it, in the partial results of a subtree. */
-static ra__partial ra__tree_partial(const ra_cache *c, ra__partials p, int64_t tree, int64_t pair) {
-    float *data = p.data + tree * p.pairs * (c->d.v_dim + 1);
-    const ra__partial x = { data + pair * c->d.v_dim, data + p.pairs * c->d.v_dim + pair,
+/* A head row, and those of its row after it, in the partial results of a subtree. */
+static ra__partial ra__tree_partial(const ra_cache *c, ra__partials p, int64_t tree, int64_t at) {
+    float *data = p.data + tree * p.head_rows * (c->d.v_dim + 1);
+    const ra__partial x = { data + at * c->d.v_dim, data + p.head_rows * c->d.v_dim + at,
                             c->d.q_heads };
     return x;
 }
 
-static void ra__partial_copy(const ra_cache *c, ra__partial to, ra__partial from, int64_t pairs) {
-    memcpy(to.o, from.o, (size_t)(pairs * c->d.v_dim) * sizeof(float));
-    memcpy(to.lse, from.lse, (size_t)pairs * sizeof(float));
+static void ra__partial_copy(const ra_cache *c, ra__partial to, ra__partial from, int64_t n) {
+    memcpy(to.o, from.o, (size_t)(n * c->d.v_dim) * sizeof(float));
+    memcpy(to.lse, from.lse, (size_t)n * sizeof(float));
 }
 
 /* The partial results, or sums, in a message. */
-static ra__partials ra__partials_in(uint8_t *message, int64_t pairs) {
-    const ra__partials p = { (float *)(void *)(message + RA__FRAME_BYTES), pairs };
+static ra__partials ra__partials_in(uint8_t *message, int64_t head_rows) {
+    const ra__partials p = { (float *)(void *)(message + RA__FRAME_BYTES), head_rows };
     return p;
 }
 
@@ -22547,7 +22543,7 @@ static void ra__cache_pack_partial(const ra_cache *c, int32_t rank, ra__partials
 /* MERGE: packs the partial results of the shares of the other ranks. */
 static void ra__cache_pack_shares(ra_cache *c) {
     for (int32_t r = 0; r < c->ranks; r++) {
-        const int64_t n = ra__share_pairs(c, r), first = ra__share_first(c, r);
+        const int64_t n = ra__share_size(c, r), first = ra__share_first(c, r);
         if (r == c->rank || !n) continue;
         for (int32_t s = 0; s < ra__rank_trees(c, c->rank); s++)
             ra__partial_copy(c, ra__tree_partial(c, ra__partials_in(c->partial_send[r], n), s, 0),
@@ -22559,14 +22555,14 @@ static void ra__cache_pack_shares(ra_cache *c) {
 
 /* MERGE: packs the sums of this rank's share, once they are there. */
 static void ra__cache_pack_sums(ra_cache *c) {
-    const ra__partials share = ra__partials_in(c->sums, ra__share_pairs(c, c->rank));
+    const ra__partials share = ra__partials_in(c->sums, ra__share_size(c, c->rank));
     const ra__partials own = ra__result_of(c, c->rank);
     for (int32_t r = 0; r < c->ranks; r++) {
         const int64_t n = ra__share_move(c, c->rank, r, NULL, NULL, NULL);
         if (r == c->rank || !n) continue;
         const ra__partials to = ra__partials_in(c->sums_send[r], n);
         if (c->sums_send[r] != c->sums) (void)ra__share_move(c, c->rank, r, &share, &to, NULL);
-        ra__cache_put_frame(c, c->sums_send[r], RA__FRAME_SUMS, ra__pairs_message(&c->d, n, 1));
+        ra__cache_put_frame(c, c->sums_send[r], RA__FRAME_SUMS, ra__sums_message(&c->d, n, 1));
     }
     (void)ra__share_move(c, c->rank, c->rank, &share, NULL, &own);
 }
@@ -22586,7 +22582,7 @@ static void ra__cache_pack_results(ra_cache *c) {
         ra__cache_pack_partial(c, r, to);
         if (r == c->rank) continue;
         ra__cache_put_frame(c, c->partial_send[r], RA__FRAME_PARTIAL,
-                            ra__partial_length(c, c->rank, to.pairs));
+                            ra__partial_length(c, c->rank, to.head_rows));
     }
 }
 
@@ -22789,7 +22785,7 @@ static void ra__pool_gather(const ra_cache *c, ra__cache_desk *y) {
 }
 
 /* Copies n rows of one head of sequence b, or lists them to be prefetched: see ra__gather. */
-static void ra__head_rows(const ra_cache *c, ra__view v, int32_t b, int64_t row, int64_t n,
+static void ra__copy_head(const ra_cache *c, ra__view v, int32_t b, int64_t row, int64_t n,
                           uint8_t *to, ra__prefetch_list *ahead, int64_t bytes) {
     if (!ahead) ra__cache_pack_lane(c, to, v, b, row, n, 1, bytes);
     else if (ahead->count < RA__PREFETCH_TENSORS - 1)
@@ -22809,9 +22805,9 @@ static void ra__positions_rows(const void *of, int64_t pos, int64_t n, uint8_t *
         const ra_cache *at = c->peer[c->lane_owner[ra__lane_of(c, p)]];
         const int64_t row = ra_cache_row(c, p), i = p - pos;
         step = ra__min(pos + n - p, RA__LANE_BLOCK - p % RA__LANE_BLOCK);
-        ra__head_rows(at, ra__view_at(at->k, 0, 0, head), b, row, step, to + i * k, ahead, k);
+        ra__copy_head(at, ra__view_at(at->k, 0, 0, head), b, row, step, to + i * k, ahead, k);
         if (c->d.v_in_k) continue;
-        ra__head_rows(at, ra__view_at(at->v, 0, 0, head), b, row, step,
+        ra__copy_head(at, ra__view_at(at->v, 0, 0, head), b, row, step,
                       to + RA_BLOCK_TOKENS * k + i * v, ahead, v);
     }
 }
@@ -23144,7 +23140,7 @@ static ra__cache_portion ra__portion_at(const ra_cache *c, int32_t b, int64_t n)
     const int64_t parts = ra__ceil_div(c->d.kv_heads, heads);
     const int64_t end = c->cached[b] + c->fresh[b];
     ra__sees first, last;
-    int64_t step = c->portion_rows, group = n / parts;
+    int64_t step = c->portion_rows, index = n / parts;
     ra__cache_portion x;
     memset(&x, 0, sizeof x);
     x.b = b;
@@ -23154,14 +23150,14 @@ static ra__cache_portion ra__portion_at(const ra_cache *c, int32_t b, int64_t n)
     x.decode = ra__cache_decodes(c, b);
     x.head = (int32_t)(n % parts) * heads;
     if (x.decode) step = c->decode_tokens;
-    else group = ra__ceil_div(rows, step) - 1 - group;
+    else index = ra__ceil_div(rows, step) - 1 - index;
     if (c->slot[b] >= 0) {
         x.lane = c->keys.first + (int32_t)(n / ra__cache_spans(c, b));
         x.span = n % ra__cache_spans(c, b);
-        group = 0;
+        index = 0;
     }
     x.heads = (int32_t)ra__min(heads, c->d.kv_heads - x.head);
-    x.row = group * step;
+    x.row = index * step;
     x.rows = ra__min(step, rows - x.row);
     ra__mask_row(&c->d.mask, pos[x.row], end, &first);
     ra__mask_row(&c->d.mask, pos[x.row + x.rows - 1], end, &last);
@@ -23176,12 +23172,12 @@ static ra__cache_portion ra__portion_at(const ra_cache *c, int32_t b, int64_t n)
     return x;
 }
 
-/* 1: the portions of a stage are pairs of this rank's share to merge. */
+/* 1: the portions of a stage are head rows of this rank's share to merge. */
 static int ra__stage_merges(const ra_cache *c, int32_t stage) {
     return c->travel == RA_INFER_MERGE && stage == 1;
 }
 
-/* 1: the portions of a stage are rows to write, or pairs to merge. */
+/* 1: the portions of a stage are rows to write, or head rows to merge. */
 static int ra__stage_writes(const ra_cache *c, int32_t stage) {
     return !c->pooled && (stage == c->stages - 1 || ra__stage_merges(c, stage));
 }
@@ -23198,13 +23194,13 @@ static ra__cache_portion ra__portion_new(const ra_cache *c, int64_t n) {
 }
 
 /* -------------------------------------------------------------------------- the end of a call */
-/* Pairs [at, at + n) to sum over lanes: of the rows of this rank, or with MERGE of its share. */
-typedef struct ra__pairs { int64_t at, n; } ra__pairs;
+/* Head rows [at, at + n) of this rank's rows, or with MERGE of its share, to sum over lanes. */
+typedef struct ra__head_rows { int64_t at, n; } ra__head_rows;
 
-/* Pairs over lanes [first, last), summed in place in the partial results of all ranks. Those that
+/* Sums head rows over lanes [first, last), in place in the partial results of all ranks. Those that
  * other ranks may still be receiving are summed at the desk instead. */
-static ra__partial ra__pairs_sum(const ra_cache *c, const ra__cache_desk *y, ra__pairs p,
-                                 ra__subtree lanes, int32_t depth) {
+static ra__partial ra__rows_sum(const ra_cache *c, const ra__cache_desk *y, ra__head_rows p,
+                                ra__subtree lanes, int32_t depth) {
     const int32_t middle = lanes.first + (lanes.last - lanes.first + 1) / 2;
     const int32_t rank = c->lane_owner[lanes.first];
     const ra__subtree left = { lanes.first, middle }, right = { middle, lanes.last };
@@ -23213,7 +23209,7 @@ static ra__partial ra__pairs_sum(const ra_cache *c, const ra__cache_desk *y, ra_
     for (int32_t i = c->tree_first[rank]; i < c->tree_first[rank + 1]; i++) {
         ra__partials all = ra__result_of(c, rank);
         if (c->tree[i].first != lanes.first || c->tree[i].last != lanes.last) continue;
-        if (shares) all.pairs = ra__share_pairs(c, c->rank);
+        if (shares) all.head_rows = ra__share_size(c, c->rank);
         if (shares && here) all = ra__partials_here(c);
         const ra__partial partial = ra__tree_partial(c, all, i - c->tree_first[rank], p.at +
                                                (shares && here ? ra__share_first(c, rank) : 0));
@@ -23221,19 +23217,19 @@ static ra__partial ra__pairs_sum(const ra_cache *c, const ra__cache_desk *y, ra_
         if (sent) ra__partial_copy(c, copy, partial, p.n);
         return sent ? copy : partial;
     }
-    const ra__partial sum = ra__pairs_sum(c, y, p, left, depth);
-    const ra__partial partial = ra__pairs_sum(c, y, p, right, depth + 1);
+    const ra__partial sum = ra__rows_sum(c, y, p, left, depth);
+    const ra__partial partial = ra__rows_sum(c, y, p, right, depth + 1);
     c->tile_kernel->merge(sum.o, sum.lse, 1, partial.o, partial.lse, p.n, c->d.v_dim);
     return sum;
 }
 
-/* MERGE: sums some pairs of this rank's share. */
+/* MERGE: sums some head rows of this rank's share. */
 static ra_status ra__cache_merge(const ra_cache *c, const ra__cache_desk *y) {
     const ra__subtree all = { 0, c->lanes };
-    const ra__partials sums = ra__partials_in(c->sums, ra__share_pairs(c, c->rank));
+    const ra__partials sums = ra__partials_in(c->sums, ra__share_size(c, c->rank));
     const int64_t step = c->write_rows * c->d.q_heads, at = y->x.n * step;
-    const ra__pairs p = { at, ra__min(step, sums.pairs - at) };
-    ra__partial_copy(c, ra__tree_partial(c, sums, 0, at), ra__pairs_sum(c, y, p, all, 0), p.n);
+    const ra__head_rows p = { at, ra__min(step, sums.head_rows - at) };
+    ra__partial_copy(c, ra__tree_partial(c, sums, 0, at), ra__rows_sum(c, y, p, all, 0), p.n);
     return RA_OK;
 }
 
@@ -23266,12 +23262,12 @@ static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
     int32_t b = 0;
     if (ra__stage_merges(c, ra__load_i32(&c->stage))) return ra__cache_merge(c, y);
     for (int64_t i = first; i < c->own_rows && i < first + c->write_rows && !s; i++) {
-        const ra__pairs p = { i * heads, heads };
+        const ra__head_rows p = { i * heads, heads };
         while (i >= c->own_at[b + 1]) b++;
         s = ra__row_write(c, b, i - c->own_at[b], 0, c->d.q_heads,
                           c->travel == RA_INFER_MERGE
                               ? ra__tree_partial(c, ra__result_of(c, c->rank), 0, p.at)
-                              : ra__pairs_sum(c, y, p, all, 0));
+                              : ra__rows_sum(c, y, p, all, 0));
     }
     return s;
 }
@@ -23366,9 +23362,9 @@ static void ra__stage_open(ra_cache *c, int32_t stage) {
                     c->cd.queries == RA_QUERIES_ALL;
     c->portions = 0;
     if (ra__stage_writes(c, stage)) {
-        const int64_t pairs = ra__stage_merges(c, stage) ? ra__share_pairs(c, c->rank)
-                                                         : c->own_rows * c->d.q_heads;
-        c->portions = ra__ceil_div(pairs, c->write_rows * c->d.q_heads);
+        const int64_t head_rows = ra__stage_merges(c, stage) ? ra__share_size(c, c->rank)
+                                                             : c->own_rows * c->d.q_heads;
+        c->portions = ra__ceil_div(head_rows, c->write_rows * c->d.q_heads);
     } else {
         c->queries.v = own ? c->q : ra__view_packed(c->q_all, c->d.q_heads, c->d.k_dim,
                                                     c->d.q_dtype);

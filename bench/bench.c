@@ -6,7 +6,7 @@
  *                                 D128, Tq4096, Tk4096, Hq32, threads2, ranks4
  *   make bench ONLY=plan          how many seconds plans take, from 1M to 64M tokens
  *   make bench ONLY=ways          what the choice between passing queries and keys costs
- *   make bench ONLY=forms         what bits that depend on nothing but the row cost in a cache
+ *   make bench ONLY=forms         what it costs in a cache that bits depend on the row alone
  *   make bench ONLY=checksum      how fast CRC-32C is, and what it costs a pass that copies
  *   make bench ONLY=batch         one token of each of 16 short sequences, on 1, 2 and 4 ranks
  *   make bench ONLY=first         time to first token and tokens per second, prompts up to 128K;
@@ -107,7 +107,7 @@ static double now_s(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* 1 if products of bf16 have an instruction of their own there. */
+/* 1 if products of bf16 have a separate instruction there. */
 static int bf16_isa(int32_t isa) { return isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX; }
 
 static const char *dtype_text(int32_t dtype) {
@@ -288,7 +288,7 @@ typedef struct load {
     size_t workspace_bytes;
     ra_error error;
     ra_status status;                  /* the first bad one of all calls */
-    int32_t calls;                     /* per part; of kernels too short to be timed alone */
+    int32_t calls;                     /* per run, for kernels too short to be timed alone */
 } load;
 
 typedef struct data { void *q, *k, *v, *o; int64_t kv_bytes; } data;
@@ -297,8 +297,9 @@ static int32_t q_dtype(const row *r) { return r->dtype == RA_Q8_0 ? RA_F32 : r->
 
 static int v_in_k(const row *r) { return r->kv_heads == 1 && r->v_dim < r->dim; }
 
-/* Tokens are rounded up to whole blocks: the row without a tail that TAILS is compared with uses
- * the same data. A V with one head that is narrower than K is columns of K (MLA). */
+/* Tokens are rounded up to whole blocks: a row of TAILS and the row without a tail that it is
+ * compared with use the same data. A V with one head that is narrower than K is columns of K
+ * (MLA). */
 static data data_make(const row *r) {
     const int64_t tokens = (r->tokens + 63) / 64 * 64, keys = (r->kv_tokens + 64) / 64 * 64;
     data x;
@@ -439,7 +440,7 @@ static void simple_part(void *ctx, int ith, int nth) {
 void loop_row(const float *q, const float *k, const float *v, float *o, int64_t keys,
               int64_t stride, int dim);                /* in loop.c */
 
-/* All rows and heads of a load, f32, packed, one thread. */
+/* All rows and heads of a load in f32, packed, on one thread. */
 static void loop_once(const load *l) {
     const ra_desc *d = &l->d;
     const int64_t stride = (int64_t)d->kv_heads * d->k_dim;
@@ -540,7 +541,7 @@ typedef struct cache_load {
     ra_world *world;
     ra_cache *cache[MAX_THREADS];
     ra_tensors t[MAX_THREADS];
-    int32_t ranks, calls;              /* calls: per part */
+    int32_t ranks, calls;              /* calls: per run */
     int64_t cached[BATCH], fresh[BATCH];
     uint64_t call[MAX_THREADS];        /* of each thread */
     ra_error error;
@@ -645,7 +646,7 @@ static void read_part(void *ctx, int ith, int nth) {
     p->sink = peak_read(p->k + share * (size_t)ith, p->v + share * (size_t)ith, share);
 }
 
-/* The longest time that one of nth threads had a processor in the last job. */
+/* The longest time for which one of nth threads had a processor in the last job. */
 static double pool_processor_s(int nth) {
     double most = 0;
     for (int i = 0; i < nth; i++) most = pool.used[i] > most ? pool.used[i] : most;
@@ -653,8 +654,8 @@ static double pool_processor_s(int nth) {
 }
 
 /* Seconds of a call. If other programs take more than a fiftieth of a processor from it, it is
- * repeated up to 4 times, as long as the row has time for that, and the least disturbed run counts.
- * Not if there are more threads than processors. */
+ * repeated up to 4 times while the row has time for that, and the least disturbed run counts. If
+ * there are more threads than processors it is not repeated. */
 static double op_seconds(const op *o) {
     double best = 0, best_share = -1;
     for (int i = 0; i < 5 && best_share < 0.98 && (i == 0 || now_s() < patience); i++) {
@@ -766,7 +767,7 @@ static row plain_of(const row *r) {
 }
 
 /* The speed relative to plain counts work in tiles that are not empty, so that masks which hide
- * more do not look slower; for tails in FLOPs, because emptier tiles are what tails cost. */
+ * more do not look slower. For tails it counts FLOPs, because what tails cost is emptier tiles. */
 static void make_attention(const row *r, const data *x, trial *t) {
     double share = 1;
     load_make(r, x, &t->l);
@@ -1221,8 +1222,8 @@ static double clock_hz(void) {
 }
 #endif
 
-/* Each peak next to the clock, which shows that only the units limit it, and next to what the
- * processor is known to issue. */
+/* Prints each peak beside the clock, which shows that only execution units limit it, and beside
+ * what the processor is known to issue. */
 static void print_peaks(void) {
     static const int32_t isas[] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16,
                                     RA_ISA_AMX, RA_ISA_NEON };
@@ -1369,10 +1370,10 @@ static void print_plans(void) {
 }
 
 /* ---------------------------------------------------------------------------- ways
- * What a call over a sharded cache does by itself, and what each way takes, over a grid of new and
- * cached tokens, where ranks share memory and where messages are copied. The ways are timed in
- * turn, and the shortest time of each counts: other programs lengthen a call of several ranks more
- * than any other. */
+ * What a call over a sharded cache chooses, and what each way takes, over a grid of new and cached
+ * tokens, where ranks share memory and where messages are copied. The ways are timed in turn, and
+ * the shortest time of each counts: other programs lengthen a call of several ranks more than any
+ * other call. */
 enum { WAY_NEW = 1024, WAY_CACHED = 32768 };
 
 static double way_seconds(cache_load *l, int64_t fresh, int64_t cached) {
@@ -1381,7 +1382,7 @@ static double way_seconds(cache_load *l, int64_t fresh, int64_t cached) {
     return pool_run(cache_part, l, l->ranks);
 }
 
-/* Returns the time of the rule's choice over that of the better way. */
+/* Returns the time of the choice divided by that of the better way. */
 static double print_way(cache_load way[3], const char *net, int64_t fresh, int64_t cached) {
     ra_infer_report report = { 0 };
     double best[2] = { 1e9, 1e9 }, spent = 0, ratio;
@@ -1429,7 +1430,7 @@ static void print_ways_over(int copying, int32_t ranks) {
     unmap_all();
 }
 
-/* words: "ways", and the net and the number of ranks if only these are wanted. */
+/* words: "ways", and the network and the number of ranks if only these are requested. */
 static void print_ways(const char *words) {
     const char *name[] = { "shared", "copying" };
     const int64_t only = strtoll(words + strcspn(words, "0123456789"), NULL, 10);
@@ -1440,7 +1441,7 @@ static void print_ways(const char *words) {
 }
 
 /* ---------------------------------------------------------------------------- forms
- * What it costs that the bits of a row depend on nothing but the row: calls of RA_FORM_SAME and of
+ * What it costs that the bits of a row depend on the row alone: calls with RA_FORM_SAME and with
  * RA_FORM_AUTO in turn, of ra_infer on one rank and of ra_attention, on one thread. The shortest
  * time of each counts. */
 typedef struct form_load {             /* ra_attention */
@@ -1508,8 +1509,8 @@ static void print_forms(void) {
 }
 
 /* ---------------------------------------------------------------------------- checksums
- * Two ranks on this thread, over a network that copies: the bundled world does if it is not told
- * that memory is shared. Rings without ([0]) and with ([1]) checksums run in turn. */
+ * Two ranks on this thread, over a network that copies, which the bundled world does without
+ * RA_CAP_SHARED. Rings without ([0]) and with ([1]) checksums run in turn. */
 enum { CHECKED_TOKENS = 4096, CHECKED_TIMES = 9 };
 typedef struct checked {
     ra_plan *plan[2];
@@ -1573,7 +1574,7 @@ static void checked_open(checked *c, const ra_engine *engine) {
     }
 }
 
-/* The processor's time of one pass. */
+/* Processor time of one pass. */
 static double checked_pass(checked *c, int on, int32_t pass) {
     const double begin = processor_s();
     ra_status s[2] = { RA_AGAIN, RA_AGAIN };
@@ -1609,7 +1610,7 @@ static void print_checked(checked *c, const char *what, int32_t pass, int rate) 
 
 uint32_t table_crc(const void *bulk, int64_t bytes);   /* in table.c */
 
-/* Without an instruction for it a checksum is made by tables. */
+/* Without an instruction for it a checksum is computed by tables. */
 static void print_table(void) {
     const int64_t bytes = 1 << 24;
     uint8_t *bulk = (uint8_t *)malloc((size_t)bytes);
@@ -1646,9 +1647,9 @@ static void print_checksums(void) {
 /* ---------------------------------------------------------------------------- first tokens
  * The attention of 8 layers of Llama 8B's shape, bf16, on 1, 2 and 4 ranks of two threads together
  * (4 ranks: of four): the time until a prompt is in the cache, in chunks of 256 tokens, and tokens
- * per second after it. A chunk takes longer in proportion to what is cached, so it is timed over no
- * cached tokens, over half and over all of the prompt. The ranks are timed in turn, and the
- * shortest time of each counts. */
+ * per second after it. The time of a chunk grows linearly with what is cached, so it is measured
+ * with none, half and all of the prompt cached. The ranks are timed in turn, and the shortest time
+ * of each counts. */
 enum { FIRST_LAYERS = 8, FIRST_CHUNK = 256, FIRST_RANKS = 3 };
 
 static double first_seconds(cache_load *l, int threads, int64_t fresh, int64_t cached, double was) {
@@ -1739,7 +1740,7 @@ static void print_kinds(void) {
     for (int i = 0; i < KINDS; i++) printf("  %-10s %s\n", kinds[i].name, kinds[i].what);
     printf("  %-10s %s\n", "plan", "seconds that plans take");
     printf("  %-10s %s\n", "ways", "passing queries or keys over a cache; \"ways shared 2\"");
-    printf("  %-10s %s\n", "forms", "what bits that depend on nothing but the row cost");
+    printf("  %-10s %s\n", "forms", "what it costs that bits depend on the row alone");
     printf("  %-10s %s\n", "checksum", "CRC-32C, and what it costs a pass");
     printf("  %-10s %s\n", "batch", "one token of each of 16 short sequences, on ranks");
     printf("  %-10s %s\n", "first", "time to first token and tokens per second, on ranks");

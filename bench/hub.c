@@ -1,12 +1,12 @@
-/* A hub of Ethernet between network namespaces of this machine, with a rate, a delay and losses of
- * its own, for kernels that have no netem. Needs root and /dev/net/tun.
+/* A hub of Ethernet between network namespaces of this machine, with a rate, a delay and losses,
+ * for kernels that have no netem. Needs root and /dev/net/tun.
  *
  *   hub [--rate BITS] [--delay US] [--loss PERCENT] [--seed N] NAMESPACE NAMESPACE...
  *
- * In each namespace it makes a device eth0, and then carries frames between them: a frame leaves
+ * In each namespace it makes a device eth0, and then carries frames between them. A frame leaves
  * the sender's port at the rate, is lost with the given probability, and arrives after the delay.
- * It prints "ready" when the devices are there. SIGUSR1 cuts the second port: from then on its
- * frames are lost. It ends with SIGTERM, and the devices go with it. */
+ * It prints "ready" when the devices exist. SIGUSR1 cuts the second port, whose frames are then
+ * lost. It ends with SIGTERM, which also removes the devices. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

@@ -1,5 +1,5 @@
-/* A query row of causal attention as small engines write it: scores, softmax and a weighted sum. In
- * a translation unit of its own, because the Makefile gives it all that a compiler can do for it:
+/* A query row of causal attention as small engines write it: scores, softmax and a weighted sum. It
+ * is a separate translation unit, because the Makefile compiles it with all that a compiler can do:
  * -Ofast -march=native. */
 #include <math.h>
 #include <stdint.h>

@@ -13,19 +13,20 @@
  * sendrecv as it is. ofi (built with OVERLAP_OFI): ra_ofi.h over tcp;ofi_rxm, one-sided. mpi
  * (OVERLAP_MPI): ra_mpi.h; addresses and rank then come from mpirun.
  *
- * Three times are taken in turn, medians of the passes, each from when all ranks have met until
- * all are done: T of a pass; C of the same pass with all ranks in one process, where nothing is
- * copied, while the others sleep; X of the same pass with an engine that computes nothing, so that
- * only messages are left. Hidden is what C and X overlap, of the shorter: (C + X - T) / min(C, X).
- * Before each pass the links rest, because a limited link sends its first bytes faster.
+ * Three times are measured in turn; each is the median of the passes, from when all ranks have met
+ * until all are done. T: a pass. C: the same pass with all ranks in one process, where nothing is
+ * copied, while the others sleep. X: the same pass with an engine that computes nothing, so that
+ * only messages are left. Hidden is the overlap of C and X over the shorter: (C + X - T) / min(C,
+ * X). Before each pass the links rest, because a limited link sends its first bytes faster.
  *
- * A rank computes on its share of the processors, as a host does on its own. Left to choose, Linux
- * puts a rank that a segment wakes beside the sender, and both take turns there for up to 24 ms.
+ * A rank computes on its share of the processors, as if it had a host to itself. Otherwise Linux
+ * puts a rank that a segment wakes on the sender's processor, and they alternate there for up to 24
+ * ms.
  *
- * Beside them is the processor time of rank 0 in T and in X: what a transport computes is not
- * hidden where ranks compute on all processors. The plan's prediction gets a link with which
- * messages alone take X, and the rate at which computing alone takes C, or the processor time of T
- * where there is no processor to spare. */
+ * Also printed is the processor time of rank 0 in T and in X: what a transport computes is not
+ * hidden if ranks compute on all processors. The plan's prediction gets a link on which messages
+ * alone take X, and the rate at which computing alone takes C, or the processor time of T if no
+ * processor is spare. */
 #define _GNU_SOURCE
 #define RINGATTN_IMPLEMENTATION
 #ifdef OVERLAP_OFI
@@ -212,7 +213,7 @@ static int64_t tiles_seen(const ra_block *b) {
     return n;
 }
 
-/* ctx: nanoseconds that this rank has slept too little so far, or too much. */
+/* ctx: by how many nanoseconds this rank has slept too little so far; negative: too much. */
 static int compute_asleep(void *ctx, const ra_block *b) {
     const double tile = 4.0 * DIM * RA_BLOCK_TOKENS * RA_BLOCK_TOKENS;
     double *owed = (double *)ctx;
@@ -236,8 +237,8 @@ static double median(double *x, int n) {
     return x[n / 2];
 }
 
-/* One rank on one transport. pass: what is measured; idle: the same with an engine that computes
- * nothing; meet: a few rows of which every rank needs all, which ends when all have begun. */
+/* One rank on one transport. pass: what is measured. idle: the same with an engine that computes
+ * nothing. meet: a few rows of which every rank needs all; it ends when all ranks have begun. */
 typedef struct seat {
     const options *o;
     int rank;
@@ -331,7 +332,7 @@ static double processor_s(void) {
 }
 
 /* Seconds from when all ranks have met until all are done and have met again, and the processor
- * time of this process meanwhile. plan null: of a meeting alone. */
+ * time of this process meanwhile. plan null: only the meeting. */
 static int timed(seat *s, const ra_plan *plan, double *time, double *processor) {
     double begin, used;
     nap(0.01);
@@ -439,8 +440,8 @@ static void leave(int number) {
 }
 
 /* MPICH 4.0.2 with UCX: between namespaces a rank in six to ten runs never returns from
- * MPI_Finalize, even if the program does nothing but MPI_Init and MPI_Barrier. So it has 5 s. Rank
- * 0 leaves last, because its mpirun fails if a rank goes on without that one. */
+ * MPI_Finalize, even if the program only calls MPI_Init and MPI_Barrier. So it gets 5 s. Rank 0
+ * leaves last, because its mpirun fails if a rank continues without rank 0. */
 static void finalize(int bad, int rank) {
     fflush(stdout);
     outcome = bad;

@@ -199,8 +199,8 @@ static double peak_clock(long turns) {
     return (double)turns * 8.0 * 3.0;
 }
 
-/* Products of tiles of 16 x 32 bf16, four accumulators, 8 a turn. Permission for tile data is asked
- * of Linux, arch_prctl ARCH_REQ_XCOMP_PERM; 0 if it is refused. */
+/* Products of tiles of 16 x 32 bf16, four accumulators, 8 per turn. Requests permission for tile
+ * data from Linux, arch_prctl ARCH_REQ_XCOMP_PERM; 0 if it is refused. */
 __attribute__((target("amx-tile,amx-bf16"))) static double peak_tiles_amx(long turns) {
     static __thread uint16_t data[4][512];
     uint8_t config[64] = { 1 };
@@ -234,7 +234,7 @@ __attribute__((target("amx-tile,amx-bf16"))) static double peak_tiles_amx(long t
     return (double)turns * 8.0 * 16384.0;
 }
 
-/* FLOPs an instruction of peak_fma does. */
+/* FLOPs per instruction of peak_fma. */
 static double peak_flops_instruction(int32_t isa) {
     static const double flops[] = { 1, 4, 16, 32, 64, 16384, 8 };
     return flops[isa];
@@ -267,9 +267,9 @@ static uint32_t peak_model(int32_t *amd) {
     return family << 8 | model;
 }
 
-/* Instructions of peak_fma that the processor is known to start in a cycle, 0 if not known here.
- * AMD's optimisation guides for families 17h, 19h and 1Ah; Intel's manual, throughput of FMA (two
- * units of 512 bits on servers) and of TDPBF16PS (16 cycles). */
+/* Instructions of peak_fma that the processor is known to start per cycle; 0: not known here. AMD's
+ * optimisation guides for families 17h, 19h and 1Ah; Intel's manual, throughput of FMA (two units
+ * of 512 bits on servers) and of TDPBF16PS (16 cycles). */
 static double peak_nominal(int32_t isa) {
     int32_t amd = 0;
     const uint32_t id = peak_model(&amd), family = id >> 8, model = id & 255;
@@ -327,9 +327,9 @@ static double peak_fma(int32_t isa, long turns) {
 }
 #endif
 
-/* Touches every line of 64 bytes of both arrays once, in step, 4 KiB of each prefetched: two
- * streams fetch a little faster than one, and a longer distance gains nothing. bytes: a multiple
- * of 256, of each. Returns something that depends on all of it. */
+/* Touches every line of 64 bytes of both arrays once, alternately, and prefetches 4 KiB of each:
+ * two streams are a little faster than one, and a longer distance gains nothing. bytes: of each
+ * array, a multiple of 256. Returns something that depends on all of it. */
 static uint64_t peak_read(const void *a, const void *b, size_t bytes) {
     const char *p = (const char *)a, *q = (const char *)b;
     uint64_t sum = 0;

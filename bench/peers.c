@@ -3,8 +3,8 @@
  *   cc -O2 -shared -fPIC -I. bench/peers.c -o build/release/bench/peers.so -lpthread
  *
  * A call is made once from a shape and addresses and then run any number of times, on threads that
- * wait for work between calls, as in the other libraries. Tensors are stored head after head,
- * [H][T][D], as in PyTorch and OpenVINO. */
+ * wait for work between calls, as in the other libraries. Tensors are [H][T][D], as in PyTorch and
+ * OpenVINO. */
 #define _POSIX_C_SOURCE 200112L         /* posix_memalign */
 #include <stdlib.h>
 
@@ -116,7 +116,7 @@ static ra_out view_out(void *data, int64_t row_bytes, int64_t rows) {
     return x;
 }
 
-/* By S_DTYPE: f32, bf16, and caches for queries in f32. */
+/* By S_DTYPE: f32, bf16, and caches with queries in f32. */
 static const int32_t cache_dtype[] = { RA_F32, RA_BF16, RA_F16, RA_Q8_0 };
 
 static void set_desc(ra_desc *d, const int64_t *shape) {

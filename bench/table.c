@@ -1,5 +1,5 @@
-/* CRC-32C by tables, as the library computes it where no instruction does. In a translation unit of
- * its own, because the library may not do so on this machine. */
+/* CRC-32C by tables, as the library computes it where no instruction does. It is a separate
+ * translation unit, because on this machine the library may have the instruction. */
 #define RINGATTN_STATIC
 #define RINGATTN_SCALAR
 #define RINGATTN_IMPLEMENTATION

@@ -1,23 +1,24 @@
 /* Predicts the next byte of real text by exact causal attention alone: no training, no weights.
  *
  * You will see, in under a minute: how many bits a byte costs when attention may look back over 1K,
- * 4K, 16K and 64K bytes, beside gzip and xz; one passage it foresaw, and where it had looked; what
- * each of 4 ranks held, received, computed and waited for; that the numbers agree with double
- * precision, and with one rank bit for bit; and a timeline to open in a browser.
+ * 4K, 16K and 64K bytes, compared with gzip and xz; one passage that it predicted, and where it
+ * looked; what each of 4 ranks held, received, computed and waited for; that the numbers agree with
+ * double precision, and with one rank bit for bit; and a timeline to open in a browser.
  * It is a show, not a program to copy: for that see minimal.c, decode.c and engine_threads.c.
  *
  *   cc -O2 -std=c99 -pthread -I. -o demo examples/demo.c -lm && ./demo
  *   ./demo [--text FILE] [--tokens N] [--ranks R] [--out FILE.html|FILE.svg] [[--] FILE ...] [N]
  *
- * The model. The query at position t stands for the last bytes up to t: a sum of random sign
- * vectors, one for each (distance, byte), with weights that decay with distance. The key at s is
- * made in the same way of the bytes BEFORE s, and the value at s is the byte at s, one-hot. So a
- * query finds the places where the text went on as it does here, and its output row is a
- * distribution over what came next there. Three heads look at different things: the nearest bytes,
- * the word so far, and the last 20 bytes. The LSE of a head says how much it found, which decides
- * how far it is believed, on top of the head before and, below them all, of how often each byte has
- * occurred. Every byte is predicted from the bytes before it alone, with constants fixed for all
- * texts, and the 256 probabilities sum to 1: the bits are what an arithmetic coder would write. */
+ * The model. The query at position t represents the last bytes up to t: a sum of random sign
+ * vectors, one per (distance, byte), with weights that decay with distance. The key at s is made in
+ * the same way from the bytes BEFORE s, and the value at s is the byte at s, one-hot. So a query
+ * finds the places where the text continued as it does here, and its output row is a distribution
+ * over the next byte there. Three heads look at different things: the nearest bytes, the word so
+ * far, and the last 20 bytes. The LSE of a head says how much it found, which decides its share of
+ * the prediction. The rest comes from the head before it, and below all heads from how often each
+ * byte has occurred. Every byte is predicted only from the bytes before it, with the same constants
+ * for all texts, and the 256 probabilities sum to 1: the bits are what an arithmetic coder would
+ * write. */
 #define _POSIX_C_SOURCE 200809L
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
@@ -38,9 +39,9 @@ enum { TEXT_LIMIT = 64 << 20, DEFAULT_TOKENS = 65536 };
 
 #include "timeline.h"
 
-/* What a head looks at, and how it is believed: its share of the prediction is
- * sigmoid(gate[0] * evidence + gate[1] + gate[2] * ln(sum of p^2)), evidence = LSE - sharpness,
- * which is the logarithm of how many perfect matches it found. */
+/* What a head looks at, and its weight: its share of the prediction is sigmoid(gate[0] * evidence +
+ * gate[1] + gate[2] * ln(sum of p^2)), evidence = LSE - sharpness, which is the logarithm of how
+ * many perfect matches it found. */
 typedef struct head_kind {
     const char *name;
     int bytes;                         /* of the context, nearest first */
@@ -70,7 +71,7 @@ typedef struct text {
 typedef struct options {
     const char *files[MAX_FILES], *out;
     int file_count, ranks;
-    int64_t tokens;                    /* 0: as many as fit the minute */
+    int64_t tokens;                    /* 0: as many as a minute allows */
 } options;
 
 static void fail(const char *what, const char *why) {
@@ -131,7 +132,7 @@ static void text_add_directory(text *x, const char *dir) {
     }
 }
 
-/* The named files one after the other, or this repository's own sources and documents. */
+/* The named files one after another, or this repository's own sources and documents. */
 static void text_load(text *x, const options *o) {
     static const char *const places[] = {".", "examples", "tests", "bench"};
     x->byte = (uint8_t *)malloc(TEXT_LIMIT);
@@ -147,9 +148,9 @@ static void text_load(text *x, const options *o) {
     else snprintf(x->name, sizeof x->name, "%s and %d more", o->files[0], o->file_count - 1);
 }
 
-/* Keeps `count` bytes and gives every byte that occurs a column of V. Which bytes occur is known
- * from the whole text, but no prediction uses it: a byte not seen so far has the probability that
- * all such bytes share, with or without a column. */
+/* Keeps `count` bytes and gives every byte that occurs a column of V. The whole text shows which
+ * bytes occur, but no prediction uses that: a byte not seen so far has the probability that all
+ * such bytes share, with or without a column. */
 static void text_cut(text *x, int64_t count) {
     x->count = count;
     x->v_dim = 0;
@@ -192,7 +193,7 @@ static void embed(const text *x, int64_t t, const head_kind *kind, float length,
     for (int i = 0; i < KEY_DIM; i++) row[i] *= scale;
 }
 
-/* Queries, keys and values of one rank, packed [rows][HEADS][dim]. The key at a position stands for
+/* Queries, keys and values of one rank, packed [rows][HEADS][dim]. The key at a position represents
  * the bytes before it: the query at t, which sees the keys up to t, predicts byte t + 1. */
 typedef struct shard {
     int64_t rows;
@@ -252,7 +253,7 @@ static void describe(ra_desc *d, const text *x, ra_error *error) {
     d->v_dim = x->v_dim;
     d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
     d->scores = RA_SCORE_ALIBI;
-    d->scale = 1;                      /* the queries carry the sharpness */
+    d->scale = 1;                      /* the queries include the sharpness */
     d->mask.kind = RA_MASK_CAUSAL;
     d->layout.kind = RA_LAYOUT_ZIGZAG;
     d->error = error;
@@ -318,7 +319,7 @@ static void progress_close(progress *p, int64_t ns) {
 }
 
 /* ========================================================================== a pass on ranks */
-typedef struct seat {                  /* one rank of it, and what it reports */
+typedef struct seat {                  /* one rank of the pass, and what it reports */
     ra_plan_report plan;
     ra_ring_counters count;
     int64_t begin_ns, end_ns;
@@ -338,7 +339,8 @@ typedef struct pass {
 
 typedef struct worker { ra_ring *ring; const ra_job *job; int ith, nth; ra_status status; } worker;
 
-/* A thread of a rank that has several: no main thread, whoever comes first begins the pass. */
+/* A thread of a rank that has several. There is no main thread: the first to come begins the
+ * pass. */
 static void *work(void *arg) {
     worker *w = (worker *)arg;
     while ((w->status = ra_join(w->ring, w->job, w->ith)) > 0)
@@ -414,7 +416,7 @@ static ra_status seat_run(pass *p, int rank, const ra_plan *plan, const ra_trans
     return status;
 }
 
-/* What every rank does, on its own thread; world is null if there is but one. */
+/* What every rank does, on its own thread; world is null if there is only one rank. */
 static ra_status on_rank(ra_world *world, int rank, void *user) {
     pass *p = (pass *)user;
     ra_plan *plan = NULL;
@@ -486,8 +488,8 @@ static void *call(void *arg) {
     return NULL;
 }
 
-/* ra_attention on nth threads; returns nanoseconds. Shares of threads that could not be started
- * are done here, for none waits for another. */
+/* ra_attention on nth threads; returns nanoseconds. The shares of threads that could not be started
+ * are computed here, because no thread waits for another. */
 static int64_t attend(const ra_desc *d, const ra_tensors *t, int nth) {
     pthread_t thread[MAX_RANKS];
     caller c[MAX_RANKS];
@@ -516,7 +518,7 @@ static double work_of(int64_t n, int32_t v_dim) {
     return 2.0 * (KEY_DIM + v_dim) * HEADS * (double)n * ((double)n + 1) / 2;
 }
 
-/* 1 if the machine has the memory for n tokens twice over: q, k, v, o of all, and two more o. */
+/* 1 if the machine has twice the memory for n tokens: q, k, v, o of all, and two more o. */
 static int fits_memory(int64_t n, int32_t v_dim) {
     long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
     double bytes = (double)n * HEADS * (2 * KEY_DIM + 4 * v_dim) * sizeof(float);
@@ -543,7 +545,7 @@ static double measure(const text *x, int64_t n, int nth) {
     return work_of(n, few.v_dim) / (1e-9 * (double)(first < second ? first : second));
 }
 
-/* The longest text whose two passes and the rest fit in about 45 seconds, a power of two. */
+/* The longest text, a power of two, whose two passes and all else take about 45 seconds. */
 static int64_t choose_tokens(const text *x, const options *o, int nth) {
     int64_t limit = o->tokens ? o->tokens : DEFAULT_TOKENS, n = x->count < limit ? x->count : limit;
     if (n < 2048) return n;
@@ -569,11 +571,11 @@ static int64_t choose_tokens(const text *x, const options *o, int nth) {
 
 /* ========================================================================== prediction */
 typedef struct guess {                 /* of byte t, made from the bytes before it */
-    float bits;                        /* what the byte that came then costs */
+    float bits;                        /* the cost of the byte that came */
     uint8_t top;                       /* the likeliest byte */
 } guess;
 
-/* p[256] after n bytes, none of them looked at here: seen[] counts them. Bytes not seen so far
+/* p[256] after n bytes, before the next is looked at: seen[] counts them. Bytes not seen so far
  * share a part that shrinks; the sum is 1. */
 static void order_zero(const int64_t *seen, int64_t n, double *p) {
     int kinds_seen = 0;
@@ -633,7 +635,7 @@ static double hits(const text *x, const guess *g, int64_t first, int64_t n) {
     return n ? 100 * (double)right / (double)n : 0;
 }
 
-/* Bits that a compressor makes of bytes [first, first + n); -1 if it is not installed. */
+/* Bits that a compressor needs for bytes [first, first + n); -1 if it is not installed. */
 static double packed_bits(const char *command, const text *x, int64_t first, int64_t n) {
     char path[] = "/tmp/ringattn-demo-XXXXXX", line[128];
     long long bytes = 0;
@@ -651,7 +653,7 @@ static double packed_bits(const char *command, const text *x, int64_t first, int
 }
 
 /* ========================================================================== tables
- * What is said goes to the terminal and into the page at once. */
+ * What is printed goes to the terminal and to the page. */
 static void say(FILE *page, const char *format, ...) {
     char line[1024];
     va_list args;
@@ -695,7 +697,7 @@ static void table_close(table *t) {
     fputs("</table></div>\n", t->page);
 }
 
-/* "2.31", or "-" for a compressor that is not there. */
+/* "2.31", or "-" for a compressor that is not installed. */
 static const char *per_byte(double bits, int64_t n) {
     static char texts[4][16];
     static int turn;
@@ -737,8 +739,8 @@ static void table_lengths(const text *x, const guess *g, FILE *page) {
             xz < 0 ? "xz" : "");
 }
 
-/* The last bytes of the text, predicted once for each reach of the attention: a sliding window. The
- * compressors are given as many bytes beforehand. s: the whole text on one rank. */
+/* The last bytes of the text, predicted once per reach of the attention, a sliding window. The
+ * compressors get as many bytes beforehand. s: the whole text on one rank. */
 static void table_windows(const text *x, const shard *s, const guess *g, int nth, FILE *page) {
     static const int width[] = {14, 15, 10, 11, 9};
     int64_t n = x->count / 8 < 8192 ? x->count / 8 : 8192, first = x->count - n;
@@ -792,7 +794,7 @@ static const char *mib(int64_t bytes) {
     return s;
 }
 
-/* 1 if a run did to the tile, message and byte what its plan had said. */
+/* 1 if a run matched its plan to the tile, message and byte. */
 static int as_planned(const pass *p) {
     for (int r = 0; r < p->ranks; r++) {
         const ra_plan_report *q = &p->seats[r].plan;
@@ -806,8 +808,8 @@ static int as_planned(const pass *p) {
     return 1;
 }
 
-/* What each rank had, got and did. Hops: how many other ranks' keys came by here; skipped: how many
- * did not, because nobody from here on needs them. */
+/* What each rank had, received and did. Hops: how many other ranks' keys passed through it;
+ * skipped: how many did not, because no rank from here on needs them. */
 static void table_ranks(const pass *p, FILE *page) {
     static const int width[] = {4, 8, 11, 11, 6, 9, 10, 16, 28, 11, 9};
     table t;
@@ -857,7 +859,8 @@ static double scores(const shard *s, int h, int64_t t, double *score) {
     return most;
 }
 
-/* The largest differences of 48 rows, spread over the text, from the same sums in double. */
+/* The largest differences of 48 rows, spread over the text, from the same sums in double
+ * precision. */
 static error_of check(const text *x, const shard *s, const float *o, const float *lse) {
     error_of worst = {0, 0, x->count < 48 ? x->count : 48};
     double *score = (double *)get((size_t)x->count, sizeof(double)), sum[256];
@@ -1012,7 +1015,7 @@ static int64_t number(const char *s, const char *what, int64_t least, int64_t mo
     errno = 0;
     long long v = s ? strtoll(s, &end, 10) : 0;
     if (!s || end == s || *end || errno || v < least || v > most) {
-        fprintf(stderr, "demo: %s wants a number from %lld to %lld%s%s\n", what, (long long)least,
+        fprintf(stderr, "demo: %s needs a number from %lld to %lld%s%s\n", what, (long long)least,
                 (long long)most, s ? ", not " : "", s ? s : "");
         exit(2);
     }
@@ -1075,7 +1078,7 @@ static void write_picture(tl *picture, const options *o, const char *program, ch
     printf("\nWho computed what when: open %s in a browser.\n", path);
 }
 
-/* The two passes: on the ring, and on one rank, whose shard stays for what comes after. */
+/* The two passes: on the ring, and on one rank, whose shard is kept for what follows. */
 static void run_passes(const text *x, int nth, pass *ring, pass *one, shard *all) {
     char what[64];
     int ranks = ring->ranks;

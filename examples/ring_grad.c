@@ -3,11 +3,11 @@
  *   cc -O2 -I. examples/ring_grad.c -o ring_grad -lpthread -lm && ./ring_grad
  *
  * Each layer is x + Attention(x Wq, x Wk, x Wv) Wo, causal, 8 query heads over 2 kv heads; the loss
- * is half the mean square of the result. You will see both losses, how many numbers of the output
+ * is half the mean square of the result. You will see both losses; how many numbers of the output
  * and of the gradient of the input have other bits on 4 ranks than on 1 (none: shards are cut on
- * the grid of 64 tokens), how far the gradients of the weights are apart (in the last digits, for
- * each rank sums over its own tokens before the ranks are added up), and what the gradient of one
- * weight is by difference of two losses. */
+ * the grid of 64 tokens); how far apart the gradients of the weights are (they differ in the last
+ * digits, because each rank sums over its own tokens before the ranks are added up); and the
+ * gradient of one weight compared with the difference of two losses. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

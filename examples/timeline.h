@@ -4,7 +4,7 @@
  *   rd.trace = tl_trace; rd.trace_ctx = &tl.lanes[rank];
  *
  * and call tl_write when the pass is over: FILE.svg and FILE.html open in a browser, FILE.json in
- * Perfetto or chrome://tracing. One stepping thread a rank (a lane has no lock). */
+ * Perfetto or chrome://tracing. One stepping thread per rank (a lane has no lock). */
 #ifndef TIMELINE_H
 #define TIMELINE_H
 
@@ -310,9 +310,9 @@ static void tl_legend(const tl *t, FILE *f, int y) {
             y + 11);
 }
 
-/* -------------------------------------------------------------------------- queries x keys
- * Which rank holds position p, and where in its shard (0 first, 1 last). In a zigzag shard the
- * second stretch runs backwards: its last block is the mirror of the first. */
+/* -------------------------------------------------------------------------- queries x keys Which
+ * rank holds position p, and where in its shard (0 first, 1 last). In a zigzag shard the second
+ * piece runs backwards: its last block mirrors the first one. */
 static int32_t tl_owner(const tl *t, int64_t p, double *where) {
     for (int32_t r = 0; r < t->ranks; r++)
         for (int32_t i = 0; i < t->lanes[r].run_count; i++) {
@@ -351,11 +351,11 @@ static void tl_moment(double at, int rgb[3]) {
 }
 
 typedef struct tl_grid {
-    int x, y, cell, cells;             /* corner, pixels a cell, cells a side */
+    int x, y, cell, cells;             /* corner, pixels per cell, cells per side */
     int64_t first[TL_RANKS], last[TL_RANKS];
 } tl_grid;
 
-/* Rank and chunk of the keys in a column; -1: nobody's. */
+/* Rank and chunk of the keys in a column; -1: no rank has them. */
 static int32_t tl_column(const tl *t, const tl_grid *g, int col, int64_t *chunk) {
     double where;
     int32_t r = tl_owner(t, (2 * (int64_t)col + 1) * t->tokens / (2 * g->cells), &where);
@@ -379,8 +379,8 @@ static void tl_map_block(const tl *t, FILE *f, const tl_grid *g, const int at[4]
             (long long)chunk, tl_ms(t, m->begin));
 }
 
-/* Rows [row, row + rows), all of one rank: keys from 0 to the diagonal. What is left of the
- * diagonal in all rows is one block per chunk, the rest is drawn row by row. */
+/* Rows [row, row + rows), all of one rank: keys from 0 to the diagonal. What all rows have left of
+ * the diagonal is one block per chunk; the rest is drawn row by row. */
 static void tl_map_band(const tl *t, FILE *f, const tl_grid *g, int row, int rows) {
     double where;
     int64_t chunk = 0, other = 0;
@@ -482,7 +482,7 @@ static void tl_html(const tl *t, FILE *f) {
     fprintf(f, "</div><main>%s</main></body></html>\n", t->body ? t->body : "");
 }
 
-/* Chrome's trace format: complete events in microseconds, a thread a rank. */
+/* Chrome's trace format: complete events in microseconds, a thread per rank. */
 static void tl_json(const tl *t, FILE *f) {
     const char *const what[] = {"", "tiles", "send", "receive", "wait", "pass", "fail"};
     fputs("{\"traceEvents\":[\n", f);

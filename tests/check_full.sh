@@ -79,8 +79,8 @@ released() {
 }
 warn="-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Wdouble-promotion -Wundef -Werror"
 
-# Programs that can show a race: worlds of threads in every kind of call, and examples that do not
-# take half a minute there.
+# Programs that can show a race: worlds of threads in every kind of call, and examples that take
+# less than half a minute there.
 races() {
     only="make check config=tsan werror=1 CC=gcc SUITES="
     step tsan-clients "$@" $only TESTS='test_clients test_failure' \
@@ -109,7 +109,7 @@ run_tsan() {
     fi
 }
 
-# clang's -Ofast fuses products and sums whatever the header says: rows keep their bits anyway.
+# clang's -Ofast fuses products and sums in spite of the header. Rows keep their bits nevertheless.
 run_ofast() {
     fast=$work/matrix/clang-Ofast-march=native.o       # of the step matrix
     if [ ! -f "$fast" ]; then
@@ -122,8 +122,8 @@ run_ofast() {
     step ofast "$work/ofast-forward" row_bits
 }
 
-# The NEON kernel and, forced, the scalar one, on an emulated machine whose memory order is weak in
-# name only. Three to five minutes.
+# The NEON kernel and, forced, the scalar one, on an emulated machine, whose memory order is not
+# really weak. Three to five minutes.
 run_aarch64() {
     cross="aarch64-linux-gnu-gcc -std=c99 -O2 $warn -static -pthread -I."
     impl=$work/aarch64-ringattn.o
@@ -181,8 +181,8 @@ run_tcp() {
     fi
 }
 
-# Processes over three providers of libfabric, which leave nothing behind. In a directory of their
-# own: a provider that catches signals writes its reports where it is.
+# Processes over three providers of libfabric, which leave nothing behind. In a separate directory,
+# because a provider that catches signals writes its reports to the current one.
 run_ofi() {
     if [ ! -f /usr/include/rdma/fabric.h ]; then
         skip libfabric "no libfabric-dev"
@@ -207,7 +207,7 @@ run_ofi() {
     step -x ofi-leaves-nothing cmp "$work/shm.before" "$work/shm.after"
 }
 
-# Compiled and linked. To run it takes two GPUs.
+# Compiled and linked. Running it needs two GPUs.
 run_nccl() {
     cuda=${CUDA:-/usr/local/cuda}
     if [ ! -f "$cuda/include/nccl.h" ] || [ ! -f "$cuda/include/cuda_runtime_api.h" ]; then
@@ -221,8 +221,8 @@ run_nccl() {
         -c examples/ring_nccl.c -o "$work/ring_nccl.o"
 }
 
-# What only computes. Whole worlds in virtual time, with faults; planted mistakes; a model of the
-# bundled world's protocol.
+# Steps that only compute: whole worlds in virtual time, with faults; planted mistakes; a model of
+# the bundled world's protocol.
 run_sim() {
     released build/release/tests/test_sim build/release/tests/test_orders
     step orders build/release/tests/test_orders --long
@@ -253,7 +253,7 @@ low() {
     if chrt --idle 0 true 2> /dev/null; then chrt --idle 0 "$@"; else nice -n 19 "$@"; fi
 }
 
-# aside STEP...: on cycles that nobody else wants, one after the other, while this script goes on.
+# aside STEP...: one after another at idle priority, while this script continues.
 aside() {
     low sh tests/check_full.sh --into "$@" &
 }
@@ -353,7 +353,7 @@ run_clang() {
     step clang make check CC=clang werror=1 B=build/clang OTHERS= ARGS=--other
 }
 
-# What a build without vector kernels can change.
+# Tests whose results a build without vector kernels can change.
 run_scalar() {
     step scalar make check config=scalar werror=1 SUITES= EXAMPLES= ARGS=--other \
         TESTS='test_forward test_backward test_bits test_back_ring test_calls test_clients test_plan
@@ -403,7 +403,7 @@ all() {
     lane=$!
     run_tsan
     wait "$lane" || step -x emulated false
-    # One after the other: they judge whether ranks wake in time.
+    # One after another, because they judge whether ranks wake in time.
     run_conformance
     aside mutants resume schedule
     lane=$!

@@ -29,9 +29,8 @@
 #define CHECK_BITS(got, want, bytes) \
     h_check_bits(h_args(#got, __FILE__, __LINE__), got, want, (size_t)(bytes))
 
-/* 1 where programs run several times slower than elsewhere: under a sanitizer, on an emulated
- * machine (-DH_SLOW=1). The tests of bits over every mask have at most 3 ranks there, as they have
- * with scalar kernels. */
+/* 1 if programs run several times slower than elsewhere: under a sanitizer, on an emulated machine
+ * (-DH_SLOW=1). Tests of bits over every mask then have at most 3 ranks, as with scalar kernels. */
 #ifndef H_SLOW
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define H_SLOW 1
@@ -40,8 +39,8 @@
 #endif
 #endif
 
-/* Functions that compute for the tests alone: the sanitizers of address and of undefined behaviour
- * watch the library, and would take a third of their time here. */
+/* Functions that only the tests need: the sanitizers of address and of undefined behaviour are for
+ * the library, and would take a third of the time here. */
 #define H_FAST inline __attribute__((no_sanitize("address"), no_sanitize("undefined")))
 
 typedef struct h_test { const char *name; void (*run)(void); } h_test;
@@ -51,7 +50,7 @@ typedef struct h_site { const char *what, *file; int line; } h_site;
 typedef struct h_globals {
     uint64_t seed;
     int64_t only_case, case_now;       /* -1: all, none */
-    int64_t from, count;               /* count 0: what the test thinks fit */
+    int64_t from, count;               /* count 0: the test decides */
     int verbose, large, other, first, checks, bad, skipped;
     const char *test, *program, *filter;
     char context[900];
@@ -103,7 +102,7 @@ static inline int h_check_eq(int64_t got, int64_t want, const char *what, const 
     return 0;
 }
 
-/* As h_check; of a world, whose *wrong is set, only the first failure is reported. */
+/* As h_check, for a world, whose *wrong is set: only the first failure is reported. */
 static inline int h_sound(int *wrong, int ok, const char *what, const char *file, int line) {
     h_run.checks++;
     if (ok) return 1;
@@ -112,7 +111,7 @@ static inline int h_sound(int *wrong, int ok, const char *what, const char *file
     return 0;
 }
 
-/* How far got is from want in units of tol; NaN and infinities must be the same. */
+/* How far got is from want, in units of tol. NaN and infinities must be the same. */
 static inline double h_distance(double got, double want, double tol) {
     if (got != got || want != want) return (got != got) == (want != want) ? 0 : 1e300;
     if (got > 1e300 || got < -1e300 || want > 1e300 || want < -1e300) {
@@ -121,7 +120,7 @@ static inline double h_distance(double got, double want, double tol) {
     return fabs(got - want) / tol;
 }
 
-/* |got - want| <= atol + rtol |want| for all n; reports the worst. */
+/* |got - want| <= atol + rtol |want| for all n. Reports the worst. */
 static inline int h_check_close(h_site at, const float *got, const double *want, int64_t n,
                                 double atol, double rtol) {
     double worst = -1;
@@ -160,7 +159,7 @@ static inline int h_check_bits(h_site at, const void *got, const void *want, siz
     return 0;
 }
 
-/* This test cannot run here. */
+/* Says that this test cannot run here. */
 static inline void h_skip(const char *why) {
     printf("%s: skipped: %s\n", h_run.test, why);
     h_run.skipped = 1;
@@ -199,9 +198,9 @@ static inline int h_case(int64_t i) {
     return (h_run.only_case < 0 || h_run.only_case == i) && h_run.bad < 5;
 }
 
-/* For tests whose cases are all entries of a table in two variants: 1 if this run has `variant`, 0
- * or 1, of entry i. A run has one variant of each entry, with --other the other one, with --long or
- * --case both. */
+/* For tests whose cases are the entries of a table in two variants each: 1 if this run has
+ * `variant`, 0 or 1, of entry i. A run has one variant of each entry, with --other the other one,
+ * and with --long or --case both. */
 static inline int h_variant(int64_t i, int variant) {
     return h_run.large || h_run.only_case >= 0 || (int)((i + h_run.other) & 1) == variant;
 }
@@ -245,7 +244,7 @@ static inline int h_main(int argc, char **argv, const h_test *tests, size_t n) {
         h_run.case_now = -1;
         h_run.context[0] = 0;
         tests[i].run();
-        /* A test that checked nothing proves nothing. With --case it may have no such case. */
+        /* A test that checks nothing proves nothing. With --case it may lack that case. */
         if (!h_run.checks && !h_run.skipped && h_run.only_case < 0) {
             h_fail(h_args("test", __FILE__, __LINE__), "no check ran");
         }

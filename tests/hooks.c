@@ -119,7 +119,7 @@ void hook_short_steps(ra_ring *ring, int64_t tiles) {
 int64_t hook_chunks(const ra_plan *plan) { return plan->keys.chunks; }
 int hook_chunk_owner(const ra_plan *plan, int64_t c) { return plan->keys.chunk[c].owner; }
 
-/* The reports as they travel. */
+/* The reports of ranks, as they are sent. */
 static ra__reports hook_pack_reports(const hook_reports *h) {
     const int64_t chunks = h->plan->keys.chunks;
     ra__reports v;
@@ -160,7 +160,7 @@ int64_t hook_lost(const hook_reports *h) {
     return c;
 }
 
-static ra__kernel watched;             /* the kernel of the ring under watch, */
+static ra__kernel watched;             /* the kernel of the ring that is watched, */
 static const ra__kernel *real;         /* and the kernel that it replaces */
 static void (*before_deltas)(void);
 static int64_t *loads_seen;

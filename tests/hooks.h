@@ -11,7 +11,7 @@
 extern int64_t hook_asserts, hook_broken;      /* assertions that were evaluated, that failed */
 extern int64_t hook_allocations, hook_blocks;  /* calls of malloc and free; blocks now allocated */
 
-/* Called once, just before the library next takes a lock; null: nothing is pending. */
+/* Called once, just before the library next takes a lock; null: not called. */
 extern void (*hook_before_lock)(void);
 
 /* As h_main. A failed assertion of the library fails the program. */
@@ -21,7 +21,7 @@ static inline int hook_main(int argc, char **argv, const h_test *tests, size_t n
     return failed || hook_broken;
 }
 
-/* A world of so many ranks. */
+/* A world of that many ranks. */
 static inline ra_world *hook_world(int ranks) {
     ra_world *world = NULL;
     ra_world_desc wd = { 0 };
@@ -36,32 +36,33 @@ int64_t hook_runs_meet(const ra_run *a, const ra_run *b);
 /* 1: ranks with these plans find no difference when they compare them. */
 int hook_plans_agree(const ra_plan *a, const ra_plan *b);
 
-/* CRC-32C of data that follow those of crc; by the table as it is there, not inverted. */
+/* CRC-32C of data that follow those of crc; by the table, not inverted. */
 uint32_t hook_crc(uint32_t crc, const void *data, int64_t bytes);
 uint32_t hook_crc_by_table(uint32_t crc, const void *data, int64_t bytes);
 
-/* How long the default watchdog waits beyond 60 s on a rank that has computed `tiles` tiles of
+/* How long beyond 60 s the default watchdog waits for a rank that has computed `tiles` tiles of
  * `ns` each. */
 int64_t hook_patience(const ra_plan *plan, int pass, int64_t tiles, int64_t ns);
 
-/* The failure with this status whose sentence is longest: every number has all its digits, ranks
+/* The failure with this status whose sentence is longest: all numbers have all digits, ranks
  * disagree about everything, and text is the transport's own. */
 void hook_longest_failure(ra_status status, const char *text, ra_failure *out);
 
 /* Operations of a world's rank that are pending. */
 int64_t hook_open_ops(const ra_transport *t);
 
-/* The ring remembers this event. */
+/* Makes the ring remember this event. */
 void hook_remember(ra_ring *ring, const ra_event *e);
 
 /* 1 once the ring has left its transport after a failure. */
 int64_t hook_parted(const ra_ring *ring);
 
-/* Steps of the pass that has begun do at most so many tiles: tasks stop inside chunks. */
+/* Limits the steps of the pass that has begun to this many tiles, so that tasks stop within
+ * chunks. */
 void hook_short_steps(ra_ring *ring, int64_t tiles);
 
-/* What n ranks of a plan report when they resume a pass: bit i of need[r * chunks + c], held[..]:
- * rank r of them needs, holds piece i of chunk c; bit o of gives[r]: it can give the keys of rank
+/* What n ranks of a plan report when they resume a pass. Bit i of need[r * chunks + c] or held[..]:
+ * rank r of them needs or holds piece i of chunk c. Bit o of gives[r]: it can give the keys of rank
  * o of the plan. */
 typedef struct hook_reports {
     const ra_plan *plan;
@@ -71,17 +72,17 @@ typedef struct hook_reports {
     const uint32_t *gives;
 } hook_reports;
 
-/* Who sends chunk c to number `to` of them, -1: nobody can. */
+/* Which of them sends chunk c to number `to`; -1: none can. */
 int hook_source(const hook_reports *v, int64_t c, int to);
 
-/* The first chunk that nobody can give to a rank that needs it; -1: none. */
+/* The first chunk that no rank can give to one that needs it; -1: there is none. */
 int64_t hook_lost(const hook_reports *v);
 
 /* Owner and number of chunks of keys. */
 int64_t hook_chunks(const ra_plan *plan);
 int hook_chunk_owner(const ra_plan *plan, int64_t c);
 
-/* From now on `before` is called before each group of rows whose dO.O the pass computes while it
+/* From now on `before` is called before each block of rows whose dO.O the pass computes while it
  * packs queries. One ring at a time; between begin and the first step. */
 void hook_deltas(ra_ring *ring, void (*before)(void));
 
@@ -97,15 +98,15 @@ void hook_loads(ra_ring *ring, int64_t *loads);
  * One ring at a time; between begin and the first step. */
 void hook_work(ra_ring *ring, void (*after)(int64_t multiply_adds));
 
-/* Bundled world: a peer begins to copy a message into a receive of this rank, or has done so. */
+/* Bundled world: a peer begins to copy a message into a receive of this rank, or has finished. */
 void hook_copy_begins(const ra_transport *net, ra_transport_op *op);
 void hook_copy_ends(const ra_transport *net, ra_transport_op *op);
 
-/* Bundled world: posts an op as a rank does that has not heard of an abort. */
+/* Bundled world: posts an op like a rank that has not heard of an abort. */
 void hook_post_unheard(const ra_transport *net, ra_transport_op *op);
 
 /* From now on *work counts the multiply-adds of calls on this cache: whole tiles, and all four rows
- * of the form of decoding. One cache at a time. */
+ * in the decoding form. One cache at a time. */
 void hook_cache_work(ra_cache *c, int64_t *work);
 
 /* ra_merge by the kernel of an instruction set that this machine has, into rows that are
@@ -113,7 +114,7 @@ void hook_cache_work(ra_cache *c, int64_t *work);
 void hook_merge(int32_t isa, float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
                 int32_t dim);
 
-/* Rows out of n <= 64 whose factor or LSE at the end of a panel is not what ra__row_finish says. */
+/* Rows out of n <= 64 whose factor or LSE at the end of a panel differs from ra__row_finish. */
 int64_t hook_ends(int32_t isa, const float *m, const float *l, int32_t n);
 
 #endif

@@ -1,8 +1,8 @@
 /* The language matrix, tests/matrix.sh, compiles this file with every compiler, dialect and level
- * of optimisation, and runs it. Three ranks attend over 450 tokens, once causal in zigzag layout,
- * once with the caller's own intervals, one of them empty. A plain loop checks the results.
- * The LSE of the empty row must be -inf, tested by its bits: the client may have been compiled with
- * -ffast-math, where isinf() is always 0.
+ * of optimisation, and runs it. Three ranks attend over 450 tokens: once causal in zigzag layout,
+ * once with the caller's own intervals, one of which is empty. A plain loop checks the results.
+ * The LSE of the empty row must be -inf. It is tested by its bits, because with -ffast-math isinf()
+ * is always 0.
  *
  * Macros from outside:
  *   LANG_HEADER         how the header is included, "ringattn.h" if not given
@@ -62,7 +62,7 @@ static uint32_t lang_bits(float x) {
     return u;
 }
 
-/* By the bits of the exponent: with -ffast-math every comparison is free to overlook a NaN. */
+/* By the bits of the exponent: with -ffast-math a comparison may overlook a NaN. */
 static int lang_not_finite(float x) {
     return (lang_bits(x) & 0x7f800000u) == 0x7f800000u;
 }
@@ -101,7 +101,7 @@ static void lang_set_up(problem *p, int intervals) {
     }
 }
 
-/* o[DIM] of one query and head in double precision; returns the LSE, ok = 0 for an empty row. */
+/* o[DIM] of one query and head in double precision. Returns the LSE; *ok is 0 for an empty row. */
 static double lang_row(const problem *p, int row, int head, double *o, int *ok) {
     const int causal = p->desc.mask.kind == RA_MASK_CAUSAL;
     const int lo = causal ? 0 : p->lo[row], hi = causal ? row + 1 : p->hi[row];
@@ -155,7 +155,7 @@ static void lang_rows(float *whole, float *mine, const ra_run *runs, int n, int 
         }
 }
 
-/* What one rank does: its rows out of the whole, one pass, the results back in. */
+/* What one rank does: takes its rows from the whole, makes one pass, puts its results back. */
 static ra_status lang_pass(problem *p, const ra_plan *plan, ra_ring *ring, int rank) {
     const size_t floats = (size_t)TOKENS * DIM;
     const size_t all = floats * (2 * HQ + 2 * HKV) + (size_t)TOKENS * HQ;
@@ -214,7 +214,7 @@ static ra_status lang_no_rank(ra_world *world, int rank, void *user) {
     return RA_OK;
 }
 
-/* Thirds of the keys into three states, which are then merged. */
+/* Folds thirds of the keys into three states, and merges these. */
 static ra_status lang_solve(problem *p) {
     const int third = TOKENS / RANKS;
     const size_t rows = (size_t)TOKENS * HQ;

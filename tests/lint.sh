@@ -224,7 +224,7 @@ lint() {
     for f in *; do
         case $f in
             ringattn.h | tests | examples | bench | Makefile | README.md | LICENSE | build) ;;
-            *) echo "$f:1: top: not one of the entries that stand at the top" ;;
+            *) echo "$f:1: top: not one of the entries that belong at the top" ;;
         esac
     done
 }

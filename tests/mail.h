@@ -14,7 +14,7 @@ typedef struct mail_desc {
     int level;                         /* 0: sendrecv; 1: post and poll */
     int waits;                         /* 1: and wait */
     int holds;                         /* 1: sends end at once; 0: when the receive has the bytes */
-    int tells;                         /* 1: an abort reaches the other ranks */
+    int tells;                         /* 1: the other ranks learn of an abort */
     uint32_t moods;                    /* not 0: the seed by which posts accept only a part and
                                         * polls do not look */
     uint32_t caps, channels, max_ops;  /* of the transports */
@@ -24,7 +24,7 @@ struct mail_net;
 struct mail;
 typedef struct mail_end {              /* of one rank */
     struct mail_net *net;
-    struct mail *posted;               /* of its ops that have not been seen to end */
+    struct mail *posted;               /* its ops whose end it has not seen */
     int rank, inside, owned, gone;
     int32_t turn;                      /* of the transport */
     pthread_t owner;                   /* the first thread that called */
@@ -46,7 +46,7 @@ typedef struct mail_net {
     pthread_mutex_t lock;
     pthread_cond_t news;
     h_rng rng;
-    int dead;                          /* 1: somebody aborted, and d.tells */
+    int dead;                          /* 1: a rank aborted, and d.tells is 1 */
     int64_t calls, bytes;              /* bytes: received */
     int64_t wrong;                     /* calls and messages that broke a rule */
     mail_link links[MAIL_RANKS][MAIL_RANKS][2];  /* [from][to][channel] */
@@ -95,7 +95,7 @@ static inline void mail_free(mail_net *w, mail *m) {
     if (!w->arena) free(m);
 }
 
-/* Moves what has both ends. */
+/* Moves the messages that have both ends. */
 static inline void mail_move(mail_net *w, mail_link *link) {
     while (link->sends && link->receives) {
         mail *s = link->sends, *r = link->receives;
@@ -126,7 +126,7 @@ static inline mail mail_make(mail_end *e, void *buf, size_t len, uint64_t tag) {
     return m;
 }
 
-/* Sends what is held: it ends at once. */
+/* Holds the bytes of sends, which then end at once. */
 static inline void mail_hold(mail_end *e, int to, int channel, const void *s, size_t len,
                              uint64_t tag) {
     mail_net *w = e->net;
@@ -138,7 +138,7 @@ static inline void mail_hold(mail_end *e, int to, int channel, const void *s, si
     if (!w->arena) mail_move(w, link);
 }
 
-/* Takes back one message of this rank, or all: nothing moves from or to its buffers any more. */
+/* Takes back one message of this rank, or all: nothing uses its buffers any more. */
 static inline void mail_forget(mail_end *e, const mail *one) {
     mail_net *w = e->net;
     for (int i = 0; i < w->d.ranks * w->d.ranks * 4; i++) {
@@ -204,7 +204,7 @@ static int mail_sendrecv(void *ctx, int to, const void *s, size_t s_len, int fro
     return status ? status : in.status;
 }
 
-/* With moods a random prefix of each direction is accepted: nothing after the first refused. */
+/* With moods a random prefix of each direction is accepted, and nothing after the first refused. */
 static int mail_post(void *ctx, ra_transport_op *const *ops, int n) {
     mail_end *e = (mail_end *)ctx;
     mail_net *w = e->net;

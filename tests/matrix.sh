@@ -46,7 +46,7 @@ flags() {
     esac
 }
 
-# runs COMPILER LEVEL DIALECT [MORE]: the program builds without a word and is right.
+# runs COMPILER LEVEL DIALECT [MORE]: the program builds without a warning and is right.
 runs() {
     cell "$1 $2 $3 $4" "$1 $(flags "$1" "$3") $2 $4 -I'$root' '$main' -o main $link
 ./main"

@@ -33,7 +33,7 @@ static void end_test(void) {
     g.bad = 0;
 }
 
-/* -------------------------------------------------------------------------- a seat in a ring */
+/* -------------------------------------------------------------------------- one rank */
 typedef struct seat {                  /* of this rank; the task may differ from the others' */
     ring_task task;
     int64_t window, patience_ns;
@@ -42,7 +42,7 @@ typedef struct seat {                  /* of this rank; the task may differ from
     ra_ring *ring;
     ring_rows rows;
     ra_tensors x;
-    int64_t stall_at, stall_ns, events; /* the trace sleeps so long at that event */
+    int64_t stall_at, stall_ns, events; /* at that event the trace sleeps for stall_ns */
     ra_failure failure;
 } seat;
 
@@ -105,7 +105,7 @@ static seat seat_of(void) {
     return s;
 }
 
-/* Pass after pass until one fails; ns: how long after its deadline that one came back. */
+/* Makes passes until one fails; ns: how long after its deadline that one returned. */
 static ra_status pass_until_failure(seat *s, int64_t deadline_ms, int64_t *late_ns) {
     ra_status status = RA_OK;
     for (int pass = 0; !status && pass < 100000; pass++) {
@@ -147,7 +147,7 @@ static void numbers(void) {
     end_test();
 }
 
-/* The world without rank 0, backwards. */
+/* The same without rank 0 and in reverse order. */
 static void sub_communicators(void) {
     MPI_Comm part;
     g.test = "sub_communicators";
@@ -160,14 +160,14 @@ static void sub_communicators(void) {
 }
 
 /* -------------------------------------------------------------------------- faults */
-/* After any of them: a new context on the same communicator works. */
+/* After each of them a new context on the same communicator works. */
 static void and_then(void) {
     right_on(MPI_COMM_WORLD);
     end_test();
 }
 
-/* One rank has other sizes, or another window. The first fails at once. The second changes who
- * sends what: one rank gets an error or waits for its deadline, and the others end with it. */
+/* One rank has other sizes, or another window. Other sizes fail at once. Another window changes who
+ * sends what: one rank fails or waits until its deadline, and the others fail with it. */
 static void mismatch(int what) {
     seat s = seat_of();
     int64_t late = 0, begin;
@@ -211,7 +211,7 @@ static void cancel(void) {
     and_then();
 }
 
-/* Each time another rank has a deadline of a few ms. The others have 20 s. */
+/* Each time another rank has a deadline of a few ms; the others have 20 s. */
 static void own_deadline(int seeds) {
     int64_t worst = 0, all = 0;
     g.test = "own_deadline_reaches_all";
@@ -244,9 +244,9 @@ static void own_deadline(int seeds) {
     and_then();
 }
 
-/* A rank stops for 1 s in the middle of a pass, which is more than the others' deadlines and
- * patience. They are out 100 ms after their deadline (here with time to spare, for a busy machine),
- * though a send to it may be pending for ever; it learns of that when it goes on. */
+/* A rank stops for 1 s in the middle of a pass, longer than the deadlines and the patience of the
+ * others. They return within 100 ms of their deadline (here later, for busy machines), although a
+ * send to the stopped rank may stay pending. That rank learns of the failure when it continues. */
 static void stopped(int seeds) {
     int64_t worst = 0, all = 0;
     g.test = "stopped";
@@ -271,7 +271,7 @@ static void stopped(int seeds) {
     and_then();
 }
 
-/* -------------------------------------------------------------------------- ops by hand */
+/* -------------------------------------------------------------------------- single ops */
 static ra_transport_op op_of(int kind, int peer, void *buf, size_t len) {
     ra_transport_op op = { 0 };
     op.kind = (uint8_t)kind;
@@ -281,7 +281,7 @@ static ra_transport_op op_of(int kind, int peer, void *buf, size_t len) {
     return op;
 }
 
-/* A longer and a shorter message than is received: RA_E_TRUNC, and the job continues. */
+/* Messages longer or shorter than the receive: RA_E_TRUNC, and the job continues. */
 static void lengths(void) {
     ra_mpi *m = NULL;
     g.test = "other_lengths";
@@ -305,7 +305,7 @@ static void lengths(void) {
     end_test();
 }
 
-/* Chunks above 2 GiB: refused where MPI has no counts for them. */
+/* Chunks above 2 GiB are refused if MPI has no counts for them. */
 static void large_chunks(void) {
     ra_mpi *m = NULL;
     g.test = "chunks_above_2_GiB";

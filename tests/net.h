@@ -1,7 +1,7 @@
 /* A network in memory for worlds whose ranks are all stepped by one thread: a level-1 transport
- * that is as unpleasant as the contract in ringattn.h allows. It delays messages, takes only a
+ * that is as difficult as the contract in ringattn.h allows. It delays messages, takes only a
  * prefix of what is posted, holds no message or a few, lends memory, and fails on request. It also
- * watches: each breach of the contract by the library is counted, the first in words.
+ * watches: it counts each breach of the contract by the library and describes the first.
  *
  * Time is a counter that the test moves (now). Nothing here blocks, sleeps or reads a clock. */
 #if !defined(RINGATTN_TEST_NET_H)
@@ -18,8 +18,8 @@
 enum { NET_RANKS = 64, NET_CHANNELS = 2, NET_SLOTS = 80, NET_REGIONS = 64 };
 enum { NET_POISON = 0xFF };            /* NaN as f32, f16 and bf16, and no length or address */
 
-/* What can be made to go wrong with the message numbered `at`, counted from 0 over all sends of
- * `rank`, or, for POST and POLL, with that call of `rank`. */
+/* What can go wrong with the message numbered `at`, counted from 0 over all sends of `rank`, or,
+ * for POST and POLL, with that call of `rank`. */
 enum {
     NET_FINE,
     NET_DAMAGE,                        /* byte `byte` is changed by xor with `value` */
@@ -27,7 +27,7 @@ enum {
     NET_LONG,                          /* done says `value` bytes more */
     NET_TRUNC,                         /* the receive ends with RA_E_TRUNC */
     NET_DOUBLE,                        /* the message comes twice */
-    NET_DROP,                          /* it never comes, the sender believes it did */
+    NET_DROP,                          /* it never comes, but its send succeeds */
     NET_SWAP,                          /* it comes after the next one on its link */
     NET_STALE,                         /* an earlier one of the link and its length comes instead */
     NET_STALL,                         /* it comes `value` units of time later */
@@ -57,10 +57,10 @@ typedef struct net_config {            /* what the transport is like; chances in
     int train;                         /* 1: two channels and an op more, for gradients */
     int reg;                           /* 0: no callback, 1: works, 2: fails */
     int bare;                          /* 1: neither abort nor quiesce */
-    int told;                          /* 1: an abort reaches the others as RA_E_ABORTED,
-                                        * 2: as RA_E_PEER of the ops, 0: not at all */
+    int told;                          /* 1: the others learn of an abort as RA_E_ABORTED, 2: as
+                                        * RA_E_PEER of the ops, 0: not at all */
     int unsafe;                        /* 1: quiesce fails */
-    int keep;                          /* chance that poll keeps to itself that an op is done */
+    int keep;                          /* chance that poll does not report a done op */
     uint32_t max_ops, tag_bits;
     size_t align, max_msg;
     net_fault fault;
@@ -131,7 +131,7 @@ typedef struct net {
     int64_t now;
     h_rng rng;
     int thread;                        /* ith of the step under way */
-    int dead;                          /* rank of whose death the others hear, -1: none */
+    int dead;                          /* rank whose death the others learn of, -1: none */
     FILE *log;                         /* the schedule is written to it; null: nowhere */
     int expect_faults;                 /* 1: tags and lengths may differ, ops may be left */
     int breaches;
@@ -196,7 +196,7 @@ static inline int net_has_loan(const net *w, int rank, const void *ptr, size_t l
     return 0;
 }
 
-/* Every op must lie in registered memory and say so, lent memory and shared words apart. */
+/* Every op must be in registered memory and say so, except lent memory and shared words. */
 static inline void net_check_mr(net_rank *r, const ra_transport_op *op) {
     net *w = r->net;
     if (w->c.reg != 1) {
@@ -348,7 +348,7 @@ static inline void net_send(net_rank *r, ra_transport_op *op, int slot) {
         late->fault = NET_FINE;
     } else net_enqueue(l, m);
     if (hit && f->kind == NET_DOUBLE) net_enqueue(l, net_message_new(w, op, -1));
-    if (l->held < w->c.capacity) {                     /* the link takes it: the send is done */
+    if (l->held < w->c.capacity) {                     /* the link holds it: the send is done */
         l->held++;
         m->slot = -1;
         r->slots[slot].use = NET_READY;
@@ -356,7 +356,7 @@ static inline void net_send(net_rank *r, ra_transport_op *op, int slot) {
     }
 }
 
-/* The first message of a link meets the first receive. */
+/* Gives the first message of a link to the first receive. */
 static inline void net_match(net *w, int from, int to, int channel) {
     net_link *l = net_link_of(w, from, to, channel);
     net_rank *s = &w->rank[from], *r = &w->rank[to];
@@ -559,8 +559,8 @@ static inline int net_post(void *ctx, ra_transport_op *const *ops, int n) {
 }
 
 /* A receive from a rank that is dead or has aborted, or a send to it, ends with RA_E_PEER. So does
- * a send whose memory that rank has on loan: no release will come any more, and nothing else would
- * ever reach the sender, which may have neither a deadline nor a watchdog. */
+ * a send whose memory that rank has on loan: no release will come, and the sender, which may have
+ * neither a deadline nor a watchdog, would never learn of it otherwise. */
 static inline void net_fail_ops(net_rank *r) {
     net *w = r->net;
     for (int i = 0; i < NET_SLOTS && (w->c.told == 2 || w->dead >= 0); i++) {
@@ -664,7 +664,7 @@ static inline int net_release(void *ctx, ra_transport_op *op) {
         loan->sum = net_sum(loan->ptr, loan->len);
     } else {
         net_slot *slot = &w->rank[loan->from_rank].slots[loan->from_slot];
-        if (slot->use == NET_LENT) {   /* otherwise that rank has failed or heard of it */
+        if (slot->use == NET_LENT) {   /* otherwise that rank has failed or been told */
             slot->use = NET_READY;
             slot->status = RA_MSG_DONE;
         }
@@ -756,7 +756,7 @@ static inline net *net_create(const net_config *c) {
     return w;
 }
 
-/* After a run in which nothing failed: nothing may be left. */
+/* After a run in which nothing failed, nothing may be left. */
 static inline void net_check_empty(net *w) {
     for (int i = 0; i < w->c.ranks; i++) {
         net_rank *r = &w->rank[i];
@@ -769,7 +769,7 @@ static inline void net_check_empty(net *w) {
         if (!w->loans[i].back) net_breach(w, "rank %d: a loan was not returned", w->loans[i].rank);
 }
 
-/* After the rings are gone: what was registered or lent must be back. */
+/* After the rings are destroyed, all that was registered or lent must be returned. */
 static inline void net_check_end(net *w) {
     for (int i = 0; i < w->c.ranks; i++)
         for (int k = 0; k < NET_REGIONS; k++)
@@ -802,7 +802,7 @@ static inline void net_destroy(net *w) {
 }
 
 /* -------------------------------------------------------------------------- random networks
- * By the generator of small.h: the moods of a network, and what its transport says of itself. */
+ * By the generator of small.h: how a network behaves, and what its transport says of itself. */
 static inline void small_net(net_config *c, int ranks) {
     memset(c, 0, sizeof *c);
     c->ranks = ranks;

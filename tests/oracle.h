@@ -68,7 +68,7 @@ static H_FAST uint32_t philox_word(uint64_t seed, const uint32_t counter[4], int
     return c[word];
 }
 
-/* What dropout does to the weight of one pair: 0, or more than 1. */
+/* What dropout does to one weight: multiplies it by 0, or by more than 1. */
 static H_FAST double drop_factor(const problem *p, int b, int64_t i, int head, int64_t key) {
     uint32_t c[4];
     if (p->dropout <= 0) return 1;
@@ -98,7 +98,7 @@ static H_FAST const float *v_row(const problem *p, int b, int64_t k, int head) {
     return p->v + ((b * p->k_max + k) * p->Hkv + head) * p->Dv;
 }
 
-/* The final score of one pair; *size gets the sum of the magnitudes that went into it. */
+/* The final score of a query and a key; *size gets the sum of the magnitudes that went into it. */
 static H_FAST double score_of(const problem *p, int b, int64_t i, int head, int64_t key,
                               double *size) {
     const float *q = q_row(p, b, i, head), *k = k_row(p, b, key, head / (p->Hq / p->Hkv));
@@ -170,7 +170,7 @@ static H_FAST void oracle_row(const problem *p, const truth *t, int b, int64_t i
     t->slack[at] = sum == 0 || slack != slack ? 0 : slack / sum * big * 1.2e-7;
 }
 
-/* All rows, or every row_step-th; others stay 0. */
+/* Computes all rows, or every row_step-th; the others stay 0. */
 static H_FAST truth oracle(const problem *p) {
     truth t;
     size_t rows = (size_t)(p->B * p->q_max * p->Hq), room = (size_t)p->k_max + 1;
@@ -295,7 +295,7 @@ static H_FAST void slope_row(const problem *p, slopes *s, const int64_t at[3],
     s->sinks_bar[head] += rest * (fabs(delta) * 4e-6 + bar);
 }
 
-/* with_bias: also of every pair's final score. */
+/* with_bias: also the gradients of all final scores. */
 static H_FAST slopes oracle_slopes(const problem *p, int with_bias) {
     size_t nq = (size_t)(p->B * p->q_max * p->Hq * p->Dk) + 1;
     size_t nk = (size_t)(p->B * p->k_max * p->Hkv) + 1, room = (size_t)p->k_max + 1;

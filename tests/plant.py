@@ -4,7 +4,7 @@
 
 Each is in a copy of its function. The function calls that copy if the environment has MUTANT=n, the
 mistake's number; without MUTANT the header is as it was. On standard error: a line for each mistake
-whose text does not stand exactly once in a function of the header."""
+whose text does not occur exactly once in a function of the header."""
 import re
 import sys
 
@@ -37,7 +37,7 @@ def plant(text, mistakes):
     functions = {}
     for number, name, old, new in mistakes:
         if text.count(old) != 1:
-            print("%s: its text stands %d times" % (name, text.count(old)), file=sys.stderr)
+            print("%s: its text occurs %d times" % (name, text.count(old)), file=sys.stderr)
             continue
         at = text.index(old)
         place = function_around(text, at)

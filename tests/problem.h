@@ -1,11 +1,11 @@
 #ifndef RINGATTN_TESTS_PROBLEM_H
 #define RINGATTN_TESTS_PROBLEM_H
 
-/* The fixture of all tests that compute attention. A problem is what is asked, by position: sizes,
- * mask, score changes, inputs as they are after rounding to their dtypes. A setup says how: ranks,
- * layout, strides, transport, calls. A rank_part is the descriptor and the tensors of one rank.
- * What the result should be is up to the oracles (oracle.h, small.h), which share nothing else.
- * Every gap of every input holds NaN; every gap of every output holds the guard. */
+/* The fixture of all tests that compute attention. A problem is what to compute, by position:
+ * sizes, mask, score changes, inputs rounded to their dtypes. A setup is how: ranks, layout,
+ * strides, transport, calls. A rank_part is the descriptor and the tensors of one rank. The
+ * expected results come from the oracles (oracle.h, small.h), which share nothing else. Every gap
+ * of every input holds NaN; every gap of every output holds the guard. */
 #include "tensors.h"
 
 enum { MAX_RANKS = 64, MAX_B = 3, MOST_RUNS = 512 };
@@ -28,7 +28,7 @@ typedef struct problem {
     float *bias_of;                    /* [q_max][k_max] the bias; null: see bias_value */
     float *q, *k, *v;                  /* [B][q_max][Hq][Dk], [B][k_max][Hkv][Dk], [..][Dv] */
     uint8_t *absent;                   /* [B][k_max] 1: a key that nobody holds */
-    int32_t loose;                     /* 1: scores are large: the tolerance follows them */
+    int32_t loose;                     /* 1: scores are large, and so is the tolerance */
     int64_t row_step;                  /* the oracle computes every row_step-th row; 0: 1 */
     float dropout;                     /* weights that are dropped; 0: off */
     uint64_t seed;
@@ -47,10 +47,10 @@ typedef struct setup {
     int32_t train;                     /* 1: a backward pass follows, problem.d_o is there */
     int32_t grad_return, way;          /* RA_RETURN_*, RA_TRAVEL_* */
     int32_t order;                     /* 0, RA_ORDER_ROUNDS */
-    int64_t shift;                     /* RUNS, ARRAY: all positions are so much higher than the
-                                        * oracle's; for masks that only see differences */
-    int64_t spare;                     /* tokens and kv_tokens are so far above the lengths of the
-                                        * longest sequence, where layout and mask allow it */
+    int64_t shift;                     /* RUNS, ARRAY: all positions are this much higher than the
+                                        * oracle's; for masks that depend only on differences */
+    int64_t spare;                     /* tokens and kv_tokens exceed the lengths of the longest
+                                        * sequence by this much, where layout and mask allow it */
     uint32_t seed;                     /* of strides, delays, orders of threads */
     ra_run *q_runs, *k_runs;           /* RUNS; k_runs null: as q_runs */
     int32_t q_run_count[MAX_RANKS], k_run_count[MAX_RANKS];
@@ -94,8 +94,8 @@ static const char *const layout_names[LAYOUTS] = { "contiguous", "zigzag", "stri
 static const int32_t layout_kinds[LAYOUTS] = { RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG,
     RA_LAYOUT_STRIPED, RA_LAYOUT_RUNS, RA_LAYOUT_ARRAY, RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG };
 
-/* One sequence, plain f32 multi-head attention, no mask; lengths, mask and the rest are then set
- * by hand, the data made last. */
+/* One sequence, plain f32 multi-head attention, no mask. Lengths, mask and the rest are then set by
+ * hand, and the data last. */
 static inline void problem_shape(problem *p, int64_t tokens, int32_t q_heads, int32_t kv_heads,
                                  int32_t k_dim, int32_t v_dim) {
     memset(p, 0, sizeof *p);
@@ -124,11 +124,11 @@ static inline void problem_data(problem *p, h_rng *r) {
         p->alibi[i] = (float)pow(2.0, -8.0 * (i + 1) / p->Hq);
     }
     p->bias_seed = h_next(r);
-    if (p->bias_seed % 3 == 0) p->alibi[0] = 0;    /* a head without a slope beside others */
+    if (p->bias_seed % 3 == 0) p->alibi[0] = 0;    /* a head without a slope among others */
 }
 
-/* A bias with huge values, whose kind goes by the row. Scores must have RA_SCORE_BIAS; lengths and
- * mask must be set. */
+/* A bias with huge values, whose kind depends on the row. Scores must have RA_SCORE_BIAS; lengths
+ * and mask must be set. */
 static inline void problem_huge_bias(problem *p, h_rng *r) {
     static const float most[8] = { -1e9f, -1e8f, -1e8f, 0, 0, -1e4f, 0, -1e6f };
     static const float other[8] = { -1e9f, -1e8f, -1e9f, -1e9f, 1e9f, -1e4f, -3.4e38f, -1e9f };
@@ -365,7 +365,7 @@ static inline void random_cells(h_rng *r, const problem *p, int ranks, int keys,
     free(owner);
 }
 
-/* RUNS and ARRAY give all sequences the same rows: lengths that differ are refused there. */
+/* RUNS and ARRAY need the same rows in all sequences; lengths that differ are refused there. */
 static inline void random_layout(setup *s, problem *p, h_rng *r, int layout) {
     int64_t span[2];
     int b;
@@ -393,8 +393,8 @@ static inline void random_layout(setup *s, problem *p, h_rng *r, int layout) {
 }
 
 /* A table of hundreds of runs over [from, from + tokens): of 1, 63, 64, 65 and other lengths, one
- * after the other or one position each in turn, ascending or descending; the last of several ranks
- * has none. */
+ * after another or interleaved by position, ascending or descending. The last of several ranks has
+ * none. */
 static inline ra_run *short_runs(h_rng *r, int ranks, const int64_t *span, int32_t *count,
                                  uint8_t *absent) {
     static const int64_t lengths[9] = { 1, 2, 16, 31, 63, 64, 64, 65, 130 };
@@ -429,7 +429,7 @@ static inline ra_run *short_runs(h_rng *r, int ranks, const int64_t *span, int32
     return out;
 }
 
-/* Replaces the tables of a setup of RUNS by such ones. */
+/* Replaces the tables of a setup with RUNS by such tables. */
 static inline void short_layout(setup *s, const problem *p, h_rng *r) {
     int64_t q[2], k[2];
     int b, own = p->q_offset || p->q_max != p->k_max || h_one_in(r, 2), holes = h_one_in(r, 3);
@@ -484,7 +484,7 @@ static inline void setup_free(setup *s) {
     for (int i = 0; i < s->ranks; i++) { free(s->q_cells[i]); free(s->k_cells[i]); }
 }
 
-/* Shares of the units of cuts (blocks, or mirrored pairs of blocks) by lot; some ranks get none. */
+/* Random shares of the units of cuts (blocks, or two mirrored blocks); some ranks get none. */
 static inline void uneven(setup *s, const problem *p, h_rng *r) {
     int64_t units = (p->k_max + 63) / 64;
     if (s->layout == RA_LAYOUT_ZIGZAG) units = (units + 1) / 2;
@@ -535,7 +535,7 @@ static inline void problem_of_blocks(problem *p, h_rng *r, int mask, int64_t blo
     if (h_one_in(r, 4)) p->dropout = 0.25f;
 }
 
-/* The same problem on so many ranks in another way. */
+/* The same problem on that many ranks in another setup. */
 static inline void variant(setup *s, h_rng *r, int ranks) {
     static const int32_t chunks[5] = { 64, 128, 192, 320, 0 };
     s->ranks = ranks;
@@ -767,8 +767,8 @@ static inline int32_t *part_positions(const rank_part *e, const ra_plan *plan, i
     return out;
 }
 
-/* Bias of this rank's rows, [B or 1][Hq or 1][rows or 1][keys or 1], key or row innermost. With a
- * bias that differs by row sequences have their own, for their rows may be other positions. */
+/* Bias of this rank's rows, [B or 1][Hq or 1][rows or 1][keys or 1], key or row innermost. If it
+ * differs by row, sequences have separate biases, because their rows may have other positions. */
 static inline void part_bias(rank_part *e) {
     const problem *p = e->p;
     int64_t nb = p->bias_b ? p->B : 1, nh = p->bias_h ? p->Hq : 1;
@@ -795,7 +795,7 @@ static inline void part_bias(rank_part *e) {
     e->bias.bytes = (size_t)n * 4;
 }
 
-/* One buffer with Q, K and V side by side in each token, as llm.c has it, where shapes allow. */
+/* One buffer with Q, K and V adjacent in each token, as in llm.c, if shapes allow it. */
 static inline int part_interleaves(const rank_part *e) {
     const view *q = &e->q, *k = &e->k, *v = &e->v;
     return e->s->strides == STRIDES_INTERLEAVED && !e->p->v_in_k &&

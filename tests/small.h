@@ -1,6 +1,6 @@
 /* Small random problems for tests that run whole worlds at random: problem and setup of the fixture
- * (problem.h) in few numbers, one generator for all that is random, an allocator that watches, and
- * a second oracle, written from the text of the API section alone: the result of any one row. */
+ * (problem.h) in few numbers, one generator for all that is random, an allocator that checks, and a
+ * second oracle, written from the text of the API section alone, for the result of any one row. */
 #if !defined(RINGATTN_TEST_SMALL_H)
 #define RINGATTN_TEST_SMALL_H
 
@@ -49,7 +49,7 @@ static inline void *small_heap_alloc(void *ctx, size_t bytes, size_t align) {
     small_block *block;
     heap->calls++;
     if (heap->calls == heap->fail_at || !align || (align & (align - 1))) return NULL;
-    if (bytes > (size_t)1 << 26) return NULL;          /* the most for fuzzers */
+    if (bytes > (size_t)1 << 26) return NULL;          /* the limit for fuzzers */
     lead = (lead + align - 1) / align * align;
     if (posix_memalign(&base, align < 16 ? 16 : align, lead + bytes)) return NULL;
     memset(base, 0xCD, lead + bytes);
@@ -126,7 +126,7 @@ static inline void small_data(small *s) {
     p->bias_seed = small_rand(1u << 30);
 }
 
-/* A problem of one shape on `ranks` ranks, contiguous; small_desc and small_data come when the rest
+/* A problem of one shape on `ranks` ranks, contiguous. Call small_desc and small_data when the rest
  * is set. shape: q_heads, kv_heads, k_dim, v_dim. */
 static inline void small_plain(small *s, int ranks, int64_t tokens, const int *shape) {
     memset(s, 0, sizeof *s);
@@ -270,7 +270,7 @@ static inline void small_exact(const problem *x, int b, int head, int64_t p, dou
 
 /* -------------------------------------------------------------------------- a rank's part */
 
-/* After a pass the inputs belong to the caller: whoever still reads them gets NaN. */
+/* After a pass the inputs belong to the caller: what still reads them gets NaN. */
 static inline void small_part_poison(rank_part *e) {
     view *const inputs[4] = { &e->q, &e->k, &e->v, &e->d_o };
     for (int i = 0; i < 4; i++) if (inputs[i]->mem) memset(inputs[i]->mem, GAP, inputs[i]->bytes);
@@ -315,7 +315,7 @@ static inline const char *small_part_check(const rank_part *e, int64_t most) {
     return NULL;
 }
 
-/* Whether anything outside the rows was written: gaps of o and lse. Destroys the rows. */
+/* 1 if anything outside the rows was written: gaps of o and lse. Destroys the rows. */
 static inline int small_part_spills(rank_part *e) {
     float row[64];
     for (int b = 0; b < e->p->B; b++)

@@ -72,7 +72,7 @@ else
     model three-ranks-two-messages right -DP=3 -DM=2 -DCOARSE
     model three-ranks-rests right -DP=3 -DM=1 -DRESTS -DCOARSE
     model three-ranks-two-rings right -DP=3 -DM=1 -DPASSES=2 -DRINGS -DCOARSE
-    # 6 million states until it is found
+    # 6 million states until the mistake is found
     model marked-before-counted wrong -DP=3 -DM=1 -DPASSES=2 -DLEAVES -DBREAK_COUNT -DCOARSE
     # A rank that may die may also live: this holds all runs without a death. 40 million states,
     # 2.1 GB, 52 s

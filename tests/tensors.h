@@ -1,9 +1,10 @@
 #ifndef RINGATTN_TESTS_TENSORS_H
 #define RINGATTN_TESTS_TENSORS_H
 
-/* The tensors of one rank, for all tests: numbers of every dtype, rows in any strides, filled by
+/* The tensors of one rank, for all tests: numbers of every dtype, rows with any strides, filled by
  * position. Gaps of inputs hold NaN; gaps of outputs hold the guard, which view_guard looks for.
- * What the numbers mean is up to the two oracles (oracle.h, small.h), which share nothing else. */
+ * What the numbers should be comes from the two oracles (oracle.h, small.h), which share nothing
+ * else. */
 #include "harness.h"
 #include <math.h>
 #include <stdint.h>
@@ -17,7 +18,7 @@ enum { STRIDES_PACKED, STRIDES_PADDED, STRIDES_INTERLEAVED, STRIDES_PERMUTED, ST
 /* -------------------------------------------------------------------------- number formats */
 static H_FAST int element_bytes(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
 
-/* q8_0 of problems has one scale, 1/32, so that what a number is rounded to depends on it alone. */
+/* In problems q8_0 has one scale, 1/32, so that the rounding of a number depends only on itself. */
 enum { Q8_SCALE = 32, Q8_SCALE_BITS = 0x2800, Q8_NAN_BITS = 0x7e00 };
 static H_FAST int64_t row_bytes(int32_t dtype, int64_t dim) {
     return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * element_bytes(dtype);
@@ -166,7 +167,7 @@ static H_FAST void view_put(const view *v, int b, int64_t t, const float *rows) 
     }
 }
 
-/* Reads a token's rows and leaves the guard there, so that view_guard then knows every byte. */
+/* Reads a token's rows and leaves the guard there, so that view_guard can then check every byte. */
 static H_FAST void view_take(const view *v, int b, int64_t t, float *rows) {
     int64_t e = element_bytes(v->dtype);
     for (int head = 0; head < v->heads; head++) {

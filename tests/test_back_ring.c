@@ -7,7 +7,7 @@
 #include "oracle.h"
 #include "world.h"
 
-/* What a pass counted is what the plan had said. */
+/* A pass counted what its plan reports. */
 static void counters_agree(const setup *s, const outcome *r) {
     int shared = s->wire == WIRE_SHARED;
     if (s->call < CALL_FORWARD || s->call > CALL_JOIN) return;
@@ -24,7 +24,7 @@ static void counters_agree(const setup *s, const outcome *r) {
     }
 }
 
-static int kept, kept_q;               /* comparisons that the plan had promised; by RA_TRAVEL_Q */
+static int kept, kept_q;               /* comparisons that the plan promises; with RA_TRAVEL_Q */
 
 static void same_gradients(const problem *p, const setup *s, const outcome *first) {
     outcome r;
@@ -46,7 +46,7 @@ static void same_gradients(const problem *p, const setup *s, const outcome *firs
     outcome_free(&r);
 }
 
-/* A second world of RUNS that differs in the length of its messages alone has the same bits. */
+/* A second world of RUNS that differs only in the length of its messages has the same bits. */
 static void same_sums(const problem *p, const setup *s, const outcome *first) {
     outcome r;
     describe_case(p, s);
@@ -61,13 +61,13 @@ static void same_sums(const problem *p, const setup *s, const outcome *first) {
     outcome_free(&r);
 }
 
-/* What travels: Q where that is possible, in two of three cases. */
+/* What travels: Q where possible, in two of three cases. */
 static int32_t some_way(const problem *p, const setup *s, h_rng *r) {
     int possible = !(p->scores & RA_SCORE_BIAS) && s->layout != RA_LAYOUT_ARRAY;
     return h_one_in(r, 3) || !possible ? RA_TRAVEL_KV : RA_TRAVEL_Q;
 }
 
-/* Another way home too. */
+/* The return path changes too. */
 static void train_variant(setup *s, h_rng *r, int ranks) {
     variant(s, r, ranks);
     s->grad_return = h_one_in(r, 3) ? RA_RETURN_RING : RA_RETURN_DIRECT;
@@ -171,7 +171,7 @@ TEST(layouts) {
     }
 }
 
-/* Chunks of many short runs, of keys and of queries; the length of messages changes no bit. */
+/* Chunks of many short runs, of keys and of queries. The length of messages changes no bit. */
 TEST(many_short_runs) {
     wish w = { -1, L_RUNS, -1, -1, 3e5 };
     int64_t n = h_run.large ? 2000 : 60;
@@ -224,15 +224,15 @@ TEST(sixty_four_ranks) {
     problem_free(&p);
 }
 
-/* One rank by itself keeps the first blocks of 16-bit keys in the form of its kernels, for tasks of
- * many queries; a ring does not. */
+/* One rank alone keeps the first blocks of 16-bit keys in the form of its kernels, for tasks of
+ * many queries. A ring does not. */
 TEST(more_blocks_than_are_kept) {
     h_rng r = h_case_rng(0);
     problem p;
     setup s;
     outcome first;
     problem_shape(&p, 258 * 64 + 3, 1, 1, 8, 8);
-    p.tq[0] = p.q_max = 20 * 64 + 7;               /* three groups of panels */
+    p.tq[0] = p.q_max = 20 * 64 + 7;               /* three batches of panels */
     problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_BF16);
     problem_data(&p, &r);
     problem_cotangent(&p, &r);
@@ -246,7 +246,7 @@ TEST(more_blocks_than_are_kept) {
     problem_free(&p);
 }
 
-/* More threads than kv heads: dQ and dK, dV apart; few enough for a race detector. */
+/* More threads than kv heads: dQ apart from dK and dV. Few threads, for a race detector. */
 TEST(threads) {
     for (int64_t i = 0; i < 6; i++) {
         h_rng r = h_case_rng(i);
@@ -281,9 +281,9 @@ static ra_plan_report report_of(const ra_desc *d) {
     return g;
 }
 
-/* Beyond its state and the scratch of threads a rank has the chunks that the promise on memory
- * counts, whatever the ranks, shards, layouts and ways; copying, with shards of 32K tokens or more,
- * that is less than a second shard. */
+/* Beyond its state and the scratch of threads, a rank has the chunks that the promise on memory
+ * counts, for any ranks, shards, layouts and travel. If messages are copied and shards have 32K
+ * tokens or more, that is less than a second shard. */
 TEST(memory_as_promised) {
     static const int64_t shards[3] = { 4096, 8192, 32768 };
     enum { ZIGZAG = 1, BY_KEYS = 2, IN_BF16 = 4, KINDS = 8 };
@@ -307,7 +307,7 @@ TEST(memory_as_promised) {
         one = report_of(&d);
         d.threads = 2;
         two = report_of(&d);
-        bare = d;                      /* the ring has room for the same without gradients */
+        bare = d;                      /* the ring has room for a pass without gradients */
         bare.threads = 1;
         bare.train = bare.backward_travel = 0;
         alone = report_of(&bare);
@@ -331,7 +331,8 @@ TEST(memory_as_promised) {
     }
 }
 
-/* A forward plan has more buffers by default; a ring made by the training plan holds them. */
+/* A forward plan has more buffers by default. A ring made by the training plan has room for
+ * them. */
 TEST(training_has_room_for_forward) {
     for (int32_t ranks = 2; ranks <= 16; ranks *= 2) {
         ra_plan_report train, alone;

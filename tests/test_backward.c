@@ -7,7 +7,7 @@
 #include "oracle.h"
 #include "world.h"
 
-/* One call's gradients, with something in them before. */
+/* Gradients of one call, which hold some value before it. */
 typedef struct grads {
     int32_t dtype, bias_row, bias_key; /* 1: the gradient of the bias is kept by row, by key */
     view d_o, q, k, v;
@@ -81,8 +81,8 @@ static ra_status seat_gradients(seat *e, grads *g, int nth) {
 }
 
 /* -------------------------------------------------------------------------- comparing */
-/* Times the bars, which are for f32: where forward rounded its weights to bf16, LSE and O, from
- * which the gradients start, are off by as much as the average of that, not by one f32 rounding. */
+/* Factor of the tolerances, which are for f32. If forward rounded its weights to bf16, the LSE and
+ * O from which gradients start are off by the average of those roundings, not by one of f32. */
 static double rough = 1;
 
 /* Worst |got - want| over the bar, over all elements of a gradient by position. */
@@ -113,7 +113,7 @@ static double judge_view(const view *v, const seat *e, const double *real, const
         }
     }
     for (int b = 0; b < p->B; b++) for (t = (keys ? e->k_len : e->q_len)[b]; t < v->rows; t++) {
-        view_take(v, b, t, row);       /* rows of no sequence stay as they were */
+        view_take(v, b, t, row);       /* rows of no sequence do not change */
         for (int64_t i = 0; i < n; i++) if (row[i] != before(i)) worst = HUGE_VAL;
     }
     free(row);
@@ -158,7 +158,7 @@ static double judge_sinks(const grads *g, const problem *p, const slopes *real) 
     return worst;
 }
 
-/* Dropout forward: the same weights are gone as in the oracle. */
+/* Dropout forward drops the same weights as the oracle. */
 static void check_forward(const seat *e) {
     const problem *p = e->p;
     truth t = oracle(p);
@@ -183,7 +183,7 @@ static int opened(world *w, const problem *p, const setup *s, int32_t dtype) {
     seat *e = &w->seats[0];
     describe_case(p, s);
     if (!CHECK_EQ(world_open(w, p, s), RA_OK)) return 0;
-    if (positions_with_call(s) && e->d.kv_tokens == 0) { /* 0 would mean as many as queries */
+    if (positions_with_call(s) && e->d.kv_tokens == 0) { /* 0: as many keys as queries */
         part_free(e);
         return 0;
     }
@@ -200,7 +200,8 @@ static int ran(seat *e, ra_status status) {
     return 0;
 }
 
-/* One problem through the library and through the oracle. bias: 0 all of it, 1 by key, 2 by row. */
+/* One problem through the library and the oracle. bias: 0 gradients of all of it, 1 by key, 2 by
+ * row. */
 static void compare(const problem *p, const setup *s, int32_t dtype, int bias) {
     static world w;
     seat *e = &w.seats[0];
@@ -285,7 +286,7 @@ static void hand_setup(setup *s, int32_t layout, int32_t isa, int32_t threads) {
     s->seed = 4;
 }
 
-/* Tails of rows, keys and columns, and rows longer than a chain of products. */
+/* Incomplete blocks of rows, keys and columns, and rows longer than a chain of products. */
 TEST(shapes_on_every_instruction_set) {
     static const int32_t dims[8][2] = { { 64, 64 }, { 128, 128 }, { 40, 96 }, { 7, 5 },
                                         { 192, 128 }, { 1, 1 }, { 300, 20 }, { 18, 260 } };
@@ -310,7 +311,7 @@ TEST(shapes_on_every_instruction_set) {
     }
 }
 
-/* A key gets a gradient from many rows: sums over blocks keep the error down. */
+/* A key gets a gradient from many rows: sums by block keep the error small. */
 TEST(long_sequence) {
     h_rng r = h_case_rng(0);
     problem p;
@@ -337,8 +338,8 @@ static double loss(const problem *p) {
     return sum;
 }
 
-/* (loss(x + h u) - loss(x - h u)) / 2h for u of signs; x are multiples of 2^-12, so both are exact.
- * *real gets the sum of slope times u. */
+/* (loss(x + h u) - loss(x - h u)) / 2h for signs u. x are multiples of 2^-12, so both arguments are
+ * exact. *real gets the sum of the gradient times u. */
 static double difference(const problem *p, float *x, const double *slope, int64_t n, double *real) {
     const float h = 1.0f / 1024;
     double a, b;
@@ -452,7 +453,7 @@ TEST(threads_do_not_change_bits) {
     }
 }
 
-/* Asking for less gives the same bits of the rest. */
+/* If fewer gradients are requested, those have the same bits. */
 TEST(gradients_one_by_one) {
     enum { T = 150, HQ = 4, HK = 2, D = 16, Q = T * HQ * D, K = T * HK * D };
     static float q[Q], k[K], v[K], o[Q], lse[T * HQ], d_o[Q], all[3][Q], part[3][Q];
@@ -488,8 +489,8 @@ TEST(gradients_one_by_one) {
 }
 
 /* -------------------------------------------------------------------------- hostile numbers */
-/* Masks of huge finite values: weights are those of forward as far as an f32 LSE can hold them, and
- * 0 in rows where it cannot; never above 1 by much, never NaN. */
+/* Biases of huge finite values as masks: weights are those of forward as far as an f32 LSE can hold
+ * them, and 0 in rows where it cannot. They never exceed 1 by much and are never NaN. */
 TEST(huge_bias) {
     int64_t i = 0;
     int32_t turn;
@@ -513,7 +514,7 @@ TEST(huge_bias) {
     }
 }
 
-/* A window of 20 over 200 tokens: NaN in one row of one tensor reaches what saw it, no more. */
+/* A window of 20 over 200 tokens: NaN in one row of one tensor reaches what saw it and no more. */
 TEST(nan_stays_where_it_is_seen) {
     enum { T = 200, W = 20, BAD = 100, D = 8 };
     for (int64_t i = 0; i < 16; i++) {
@@ -554,7 +555,7 @@ TEST(nan_stays_where_it_is_seen) {
     }
 }
 
-/* Rows that see nothing and keys that nobody sees: exact zeros, also where zeros are written. */
+/* Rows that see nothing, and keys that no row sees, have gradients of exactly 0. */
 TEST(unseen_is_zero) {
     enum { T = 140, D = 8 };
     static int32_t lo[T], hi[T];
@@ -601,8 +602,8 @@ TEST(unseen_is_zero) {
     }
 }
 
-/* With V the identity O is the matrix of weights: what dropout left of them is shown by a run
- * without it. Rate, factor, and none of it different in another call. */
+/* If V is the identity, O is the matrix of weights, and a run without dropout shows which ones were
+ * dropped: their rate, the factor of the others, and that another call drops the same. */
 TEST(dropout_keeps_what_it_promises) {
     enum { N = 128 };
     static float q[N][8], k[N][8], v[N][N], o[3][N][N];
@@ -737,8 +738,8 @@ static double merged_loss(const float *o1, float lse1, const float *o2, float ls
     return sum;
 }
 
-/* The gradient of a merge against differences of ra_merge: with w = exp(lse1 - lse) it hands on
- * d_o1 = w d_o and d_lse1 = w (d_o (o1 - o) + d_lse). */
+/* The gradient of a merge against differences of ra_merge. With w = exp(lse1 - lse), the gradients
+ * of the first side are d_o1 = w d_o and d_lse1 = w (d_o (o1 - o) + d_lse). */
 static void merge_by_differences(h_rng *r) {
     float o1[12], o2[12], d_o[12], o[12];
     const float lse1 = h_normal(r), lse2 = h_normal(r), d_lse = h_normal(r);
@@ -764,9 +765,9 @@ static void merge_by_differences(h_rng *r) {
     }
 }
 
-/* Why a block of keys needs nothing but the LSE and delta of all keys: with the gradient of the
- * merge, p1 (d_o1 v - d_o1 o1 + d_lse1) is p (d_o v - d_o o), what backward computes for each of
- * two blocks whose results were merged, here against the oracle. */
+/* Why a block of keys needs only the LSE and delta of all keys: by the gradient of the merge,
+ * p1 (d_o1 v - d_o1 o1 + d_lse1) is p (d_o v - d_o o), which is what backward computes for each of
+ * two blocks whose results were merged. Here both are compared with the oracle. */
 TEST(gradient_of_the_merge) {
     enum { T = 150, D = 12, N = T * D };
     static float o[N], o2[N], lse[T], lse2[T], delta[T], d_q[N], d_k[N], d_v[N];
@@ -815,8 +816,8 @@ TEST(gradient_of_the_merge) {
     free(mem);
 }
 
-/* Gradients are written, so they share no memory with one another, wherever their strides lead:
- * against a map of floats. Those with unlike steps may go unnoticed; what is apart never does. */
+/* Gradients are written, so they must not overlap, whatever their strides. Compared with a map of
+ * floats: overlaps of gradients with unlike steps may pass, but what does not overlap must. */
 typedef struct placed { int64_t at, step[3]; } placed;   /* floats: sequence, token, head */
 
 static placed place(h_rng *r, const int64_t count[3], int64_t dim) {

@@ -1,6 +1,6 @@
 /* Arithmetic in bf16, which rounds weights and may keep an old maximum. Proves every mask against
- * the oracle on both instruction sets, forward and backward, with error bars from a plain low-
- * precision softmax; equal bits for any cut; and rows whose sums grow past the limit. AMX runs in
+ * the oracle on both instruction sets, forward and backward, with tolerances from a plain softmax
+ * in low precision; equal bits for any cut; and rows whose sums exceed the limit. AMX runs in
  * software (hooks.h), so that its room is tested on every machine with AVX-512. */
 #include "hooks.h"
 #include "oracle.h"
@@ -21,7 +21,7 @@ static void judge_gradients(const problem *p, const setup *s) {
     outcome_free(&r);
 }
 
-/* A NaN in one of the inputs. A row that sees a sink alone hands it a NaN in dO: not here. */
+/* A NaN in one of the inputs. Without sinks: a row that sees only a sink has NaN from dO too. */
 static void spoil(problem *p, h_rng *r) {
     const int64_t nq = p->B * p->q_max * p->Hq, nk = p->B * p->k_max * p->Hkv;
     const int which = (int)h_range(r, 0, p->v_in_k ? 2 : 3);
@@ -85,10 +85,10 @@ TEST(one_nan) {
     }
 }
 
-/* Gradients of every mask and layout, of tails, odd and unequal dims, grouped heads, every change
- * of scores and the gradient of the bias, against the oracle; in a third of the cases with a NaN
- * in a row of Q, K, V or dO, which must appear where the oracle has it and nowhere else. dO is what
- * bf16 holds, of whatever dtype: how dO itself is rounded is test_backward's. */
+/* Gradients of every mask and layout, incomplete blocks, odd and unequal dims, grouped heads, every
+ * change of scores, and the gradient of the bias, against the oracle. In a third of the cases a row
+ * of Q, K, V or dO has a NaN, which must appear where the oracle has it and nowhere else. dO holds
+ * bf16 numbers, whatever its dtype: test_backward tests how dO itself is rounded. */
 TEST(gradients) {
     wish w = { 0, 0, 0, -1, 3e5 };
     int64_t k, n = h_run.large ? 20 : 2;
@@ -114,7 +114,7 @@ TEST(gradients) {
     }
 }
 
-/* Masks of huge finite values, in rings and on one rank. */
+/* Biases of huge finite values as masks, in rings and on one rank. */
 TEST(huge_bias) {
     if (machine_lacks()) return;
     for (int64_t i = 0; i < 24; i++) {
@@ -136,7 +136,7 @@ TEST(huge_bias) {
         s.passes = 1;
         s.isa = isas[i / 2 % 2];
         problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_F32);
-        if (i >= 16) {                 /* in a ring of f32 too */
+        if (i >= 16) {                 /* also in a ring, in f32 */
             problem_dtypes(&p, RA_F32, RA_F32, RA_F32, RA_F32);
             s.isa = RA_ISA_AUTO;
         }
@@ -152,8 +152,8 @@ TEST(huge_bias) {
     }
 }
 
-/* The largest errors of O that come of rounding, in double precision otherwise: the weights to
- * bf16 before they are summed and multiplied, and the result to bf16. */
+/* The largest error of O from rounding alone: weights to bf16, before they are summed and
+ * multiplied, and the result to bf16. All else is double precision. */
 static double plain_error(const problem *p) {
     double *w = (double *)malloc((size_t)p->k_max * sizeof *w), worst = 0, size;
     for (int64_t i = 0; i < p->q_max; i++) {
@@ -183,7 +183,7 @@ static double plain_error(const problem *p) {
     return worst;
 }
 
-/* With O in bf16: at most twice the error of that plain form. */
+/* With O in bf16 the error is at most twice that of this plain form. */
 TEST(error_of_rounding) {
     static const int32_t dims[3] = { 64, 128, 80 };
     if (machine_lacks()) return;
@@ -208,7 +208,7 @@ TEST(error_of_rounding) {
     }
 }
 
-/* 2^32 is 22.2 in natural logarithms. The second half with a bias, or ALiBi and a bias. */
+/* 2^32 is e^22.2. The second half of the cases has a bias, or ALiBi and a bias. */
 TEST(sums_past_the_limit) {
     static const float rises[4] = { 5, 16, 48, 200 };
     if (machine_lacks()) return;
@@ -229,9 +229,9 @@ TEST(sums_past_the_limit) {
     }
 }
 
-/* The decode form: 1 to 16 query rows a kv head after many keys, of any dims, strides and masks,
- * scores that grow, NaN in every key that nobody sees and sometimes in one that is seen; the
- * same bits on any number of threads. */
+/* The decoding form: 1 to 16 query rows per kv head after many keys, with any dims, strides and
+ * masks, and with scores that grow. Every key that no row sees has a NaN, and sometimes a key that
+ * is seen. The bits are the same for any number of threads. */
 TEST(decoding) {
     int64_t i = h_run.other ? 75 : 0, q, n = h_run.large ? 2000 : i + 75;
     if (machine_lacks()) return;

@@ -81,7 +81,7 @@ TEST(every_mask_avx512_bf16) { every_mask(RA_ISA_AVX512_BF16); }
 TEST(every_mask_amx)    { every_mask(RA_ISA_AMX); }
 TEST(every_mask_neon)   { every_mask(RA_ISA_NEON); }
 
-/* Any shape and layout at all: whatever says bits_any_ranks must keep to it. */
+/* Any shape and layout: whatever the plan says in bits_any_ranks must be true. */
 TEST(whoever_promises_keeps) {
     wish w = { -1, 0, 0, -1, 4e5 };
     int64_t n = h_run.large ? 5000 : 150;
@@ -120,8 +120,8 @@ TEST(whoever_promises_keeps) {
     if (h_run.only_case < 0) CHECK(kept > 100);
 }
 
-/* The comparison sees differences: two layouts sum in two orders, and striped sums in as many as
- * there are ranks, which the plan admits. */
+/* The comparison sees differences: two layouts have two orders of sums, and striped has one for
+ * each number of ranks, which its plan reports. */
 TEST(other_orders_differ) {
     h_rng r = h_case_rng(0);
     problem p;
@@ -152,9 +152,8 @@ TEST(other_orders_differ) {
     problem_free(&p);
 }
 
-/* Rounds: bits that follow from ranks and chunks alone, whatever the transport, the threads, the
- * buffers and the call. They are other ones than those of the usual order, and on one rank they are
- * the same. */
+/* Rounds: bits depend on ranks and chunks, not on the transport, threads, buffers or call. They
+ * differ from those of the usual order, except on one rank. */
 TEST(rounds) {
     static const int worlds[5] = { 2, 3, 4, 5, 8 };
     int64_t n = h_run.large ? 10 : 1;
@@ -209,9 +208,9 @@ TEST(rounds) {
     if (h_run.only_case < 0) CHECK(differ > MASKS / 2);
 }
 
-/* ra_attention of few tokens and grouped heads, whose lanes are (token, head) pairs and whose tasks
- * are several kv heads, gives the bits of a ring of one, whose lanes are tokens. */
-TEST(lanes_of_pairs) {
+/* ra_attention of few tokens and grouped heads, whose panels have head rows and whose tasks have
+ * several kv heads, has the bits of a ring of one, whose panels have the rows of a head. */
+TEST(panels_of_head_rows) {
     enum { T = 63, HQ = 20, HKV = 5, D = 40, K = 264 };
     static float q[T * HQ * D], k[K * HKV * D], v[K * HKV * D], o[2][T * HQ * D], lse[2][T * HQ];
     static uint16_t half[3][T * HQ * D + K * HKV * D];
@@ -251,7 +250,7 @@ TEST(lanes_of_pairs) {
     }
 }
 
-/* One block that the cut at a power of two would split: nothing is promised off the grid. */
+/* A block that the cut at a power of two would split: off the grid nothing is promised. */
 TEST(no_promise_off_the_grid) {
     h_rng r = h_case_rng(0);
     problem p;
@@ -269,8 +268,8 @@ TEST(no_promise_off_the_grid) {
 }
 
 /* -------------------------------------------------------------------------- RA_FORM_SAME */
-/* A call of some rows, and memory for it. K and V are [sequence][token][head] or, if apart,
- * [sequence][head][token], or pages. */
+/* A call of some rows, and its memory. K and V are [sequence][token][head] or, if `apart` is 1,
+ * [sequence][head][token], or in pages. */
 enum { SAME_T = 64, SAME_K = 1400, SAME_FLOATS = 1 << 21, SAME_BIAS = 1 << 17, SAME_B = 3 };
 typedef struct many_rows {
     ra_desc d;
@@ -413,7 +412,7 @@ static void same_random(many_rows *m, h_rng *r, int32_t isa) {
     same_fill(r, m->q, d->q_dtype, d->sequences * d->tokens * d->q_heads * d->k_dim);
 }
 
-/* Makes the call on nth threads, the one after the other. */
+/* Makes the call on nth threads, one after another. */
 static void same_run(const ra_desc *d, const ra_tensors *t, int nth) {
     static uint8_t memory[16 << 20];
     ra_error why = { 0 };
@@ -443,7 +442,7 @@ static void same_row(const many_rows *m, int32_t b, int64_t row, ra_desc *d, ra_
 }
 
 /* Rows of any call have the bits of the row alone: 1 to 64 tokens, any threads, batch, dtypes,
- * mask, scores and pages. With RA_FORM_AUTO some rows have others. */
+ * mask, scores and pages. With RA_FORM_AUTO the bits of some rows differ. */
 static void rows_of_any_call(int32_t isa) {
     static many_rows m;
     static float o[2][SAME_B * SAME_T * 51 * 128], lse[2][SAME_B * SAME_T * 51];
@@ -500,7 +499,7 @@ static const h_test tests[] = {
     ENTRY(every_mask_scalar), ENTRY(every_mask_avx2), ENTRY(every_mask_avx512),
     ENTRY(every_mask_avx512_bf16), ENTRY(every_mask_amx),
     ENTRY(every_mask_neon), ENTRY(whoever_promises_keeps), ENTRY(other_orders_differ),
-    ENTRY(rounds), ENTRY(lanes_of_pairs), ENTRY(no_promise_off_the_grid),
+    ENTRY(rounds), ENTRY(panels_of_head_rows), ENTRY(no_promise_off_the_grid),
     ENTRY(rows_of_any_call_scalar), ENTRY(rows_of_any_call_avx2), ENTRY(rows_of_any_call_avx512),
     ENTRY(rows_of_any_call_avx512_bf16), ENTRY(rows_of_any_call_amx),
     ENTRY(rows_of_any_call_neon)

@@ -1,6 +1,6 @@
 /* A KV cache sharded over ranks: ra_cache and ra_infer against a plain double-precision loop over
- * all keys, and the bits of a row for every number of ranks, way, number of threads, transport and
- * cut into calls. Sequences grow by random steps, with rollbacks; a rank has its own keys only. */
+ * all keys, and the bits of a row for any number of ranks and threads, any travel, transport and
+ * cut into calls. Sequences grow by random steps, with rollbacks. A rank has only its own keys. */
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
 #include "harness.h"
@@ -11,7 +11,7 @@ enum { MAX_B = 4, MAX_P = 8, ROLLBACK = 8 };
 
 static int32_t h_below(h_rng *r, int64_t n) { return (int32_t)h_range(r, 0, n - 1); }
 
-/* What is asked: a model of attention, and steps that grow its sequences. */
+/* A model of attention, and steps that grow its sequences. */
 typedef struct script {
     ra_desc d;
     ra_cache_desc cd;
@@ -21,15 +21,15 @@ typedef struct script {
     float *q, *k, *v;                  /* [B][kv_tokens][heads][dim], by position */
     int level_0;                       /* 1: sendrecv alone; 2: memory is not shared */
     int32_t page;                      /* ranks have pages of unlike sizes; 0: no pages */
-    int ring;                          /* pages of 16 come round; lanes are ranks */
+    int ring;                          /* a ring buffer of pages of 16; lanes are ranks */
     int64_t prefix;                    /* tokens that all sequences have in the same pages */
     int threads;                       /* engine threads of a rank that step */
 } script;
 
-/* What came out, by position: of the last step that computed a row. */
+/* The results by position, of the last step that computed a row. */
 typedef struct outcome {
     float *o, *lse;
-    int64_t way[4], spare;             /* spare: pages of rank 0 that were never in use */
+    int64_t way[4], spare;             /* spare: pages of rank 0 that were never used */
     int cut;
 } outcome;
 
@@ -47,7 +47,7 @@ static void *need(size_t bytes) {
     return p;
 }
 
-/* x as a cache of this dtype keeps it. */
+/* x as a cache of this dtype stores it. */
 static void round_to(float *x, int64_t n, int32_t dtype) {
     uint8_t *y = (uint8_t *)need((size_t)n * 4);
     CHECK_EQ(ra_convert(y, dtype, x, RA_F32, n), RA_OK);
@@ -180,7 +180,7 @@ static void step_queries(const script *s, const ra_cache *c, int32_t step, int32
     free(pos);
 }
 
-/* Outputs of a step on this rank to their positions. */
+/* Stores the outputs of a step on this rank by position. */
 static void step_outputs(const run *x, const ra_cache *c, int32_t step, int32_t rank, int64_t most,
                          const float *o, const float *lse) {
     const ra_desc *d = &x->s->d;
@@ -200,13 +200,13 @@ static void step_outputs(const run *x, const ra_cache *c, int32_t step, int32_t 
 }
 
 /* -------------------------------------------------------------------------- pages of a rank */
-/* Pages are handed out where a token is stored, and taken back, as -1, once no row will see any of
- * theirs. Those that nobody has hold NaN. */
+/* A page is taken when a token is stored in it, and freed, as -1, once no row will see any of its
+ * tokens. Free pages hold NaN. */
 typedef struct pool {
     int32_t *table, *unused;           /* [B][entries]; stack */
     int64_t *ends;                     /* [entries][2] first and last position */
     int64_t entries, count, free, least; /* least: fewest that were free */
-    int64_t prefix, kept, ring;        /* ring > 0: pages of a sequence that stay, and come round */
+    int64_t prefix, kept, ring;        /* pages of a sequence that stay; that are reused, 0: none */
     int64_t bytes[2];                  /* of a page of K, of V */
 } pool;
 
@@ -258,7 +258,7 @@ static void pool_free(pool *x) {
     free(x->ends);
 }
 
-/* The page of a row that is going to be written. */
+/* The page of a row that will be written. */
 static void pool_take(pool *x, int32_t b, int64_t entry) {
     int32_t *page = &x->table[b * x->entries + entry];
     if (*page >= 0) return;
@@ -275,7 +275,7 @@ static void pool_take(pool *x, int32_t b, int64_t entry) {
     x->least = x->least < x->free ? x->least : x->free;
 }
 
-/* Takes back what the window of a row at `at` and of those after it does not reach. */
+/* Frees what the windows of a row at `at` and of later rows do not reach. */
 static void pool_give(pool *x, const ra_mask *m, int32_t b, int64_t at, uint8_t *const kv[2]) {
     for (int64_t i = 0; i < x->entries && m->window && !x->ring && !x->prefix; i++) {
         int32_t *page = &x->table[b * x->entries + i];
@@ -428,8 +428,8 @@ static void plain_row(const script *s, int32_t b, int64_t p, int32_t h, int64_t 
     free(score);
 }
 
-/* The rows of step i of sequence b may be decoded by products of integers: q and weights of 16
- * bits, off by 5e-5 at most in thousands of rows. */
+/* 1 if products of integers may decode the rows of step i of sequence b: q and weights have 16
+ * bits, and errors were at most 5e-5 in thousands of rows. */
 static int integers(const script *s, int32_t i, int32_t b) {
     const int32_t isa = s->d.isa ? s->d.isa : ra_isa_best();
     const int64_t pairs = s->fresh[i][b] * s->d.q_heads / s->d.kv_heads;
@@ -437,7 +437,7 @@ static int integers(const script *s, int32_t i, int32_t b) {
            (s->d.form == RA_FORM_SAME || pairs <= 16);
 }
 
-/* Some rows of the outcome against the reference. */
+/* Compares some rows with the reference. */
 static void compare(const script *s, const outcome *x, h_rng *r, double most) {
     const ra_desc *d = &s->d;
     double *o = (double *)need((size_t)d->v_dim * 8), lse;
@@ -460,7 +460,8 @@ static void compare(const script *s, const outcome *x, h_rng *r, double most) {
 }
 
 /* -------------------------------------------------------------------------- scripts */
-/* Sequences of different speed: prompts in pieces, then decoding, drafts and rollbacks. */
+/* Sequences that grow at different speeds: prompts in pieces, then decoding, drafts and
+ * rollbacks. */
 static void grow(script *s, h_rng *r, int64_t prompt) {
     int64_t at[MAX_B] = { 0 };
     s->steps = 0;
@@ -497,7 +498,7 @@ static double tolerance(const script *s) {
     return s->d.q_dtype == RA_BF16 ? 4e-3 : 4e-6;
 }
 
-/* Any number of ranks and either way gives the numbers of one rank, bit for bit. */
+/* Any number of ranks and any travel give the results of one rank, bit for bit. */
 static void everywhere(script *s, h_rng *r) {
     static const int32_t ranks[] = { 2, 3, 4, 5, 8 };
     outcome one = script_run(s, 1);
@@ -543,8 +544,8 @@ TEST(ranks_and_ways) {
     }
 }
 
-/* Caches in pages, of another size on every rank and in any order, have the bits of those without:
- * for every way and form, and where pages that no row sees any more are written over. */
+/* Caches in pages, of another size on every rank and in any order, have the bits of those without
+ * pages: for every travel and form, and when pages that no row sees any more are reused. */
 TEST(pages) {
     static const int32_t ranks[] = { 1, 2, 3, 5 };
     for (int64_t i = 0; i < 12; i++) {
@@ -638,7 +639,7 @@ TEST(prompts_by_position) {
     }
 }
 
-/* Ring buffers, with a window and kept tokens, are tables whose entries come round. */
+/* Ring buffers, with a window and kept tokens, are page tables whose entries are reused. */
 TEST(ring_buffers) {
     static const int32_t ranks[] = { 1, 2, 3, 5 };
     for (int64_t i = 0; i < 8; i++) {
@@ -664,7 +665,7 @@ TEST(ring_buffers) {
         CHECK_BITS(ring.lse, plain.lse, q_size(&s) * 4);
         s.ring = 0;
         outcome_free(&plain);
-        plain = script_run(&s, 1);     /* and those of one rank */
+        plain = script_run(&s, 1);     /* and the bits of one rank */
         CHECK_BITS(ring.o, plain.o, q_size(&s) * s.d.v_dim * 4);
         outcome_free(&plain);
         outcome_free(&ring);
@@ -672,7 +673,7 @@ TEST(ring_buffers) {
     }
 }
 
-/* Sequences that begin with the same pages: decoded together they have the bits of each alone. */
+/* Sequences that begin with the same pages: decoded together they have the same bits as alone. */
 TEST(shared_prefixes) {
     for (int64_t i = 0; i < 8; i++) {
         static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
@@ -759,8 +760,8 @@ TEST(shared_prefixes_are_one_portion) {
     free(q);
 }
 
-/* Threads share out the heads of one sequence where it has few spans: two portions, so two steps,
- * where one thread has one; and each token has the bits it has on one thread. */
+/* Threads divide the heads of a sequence that has few spans: two portions, so two steps, where one
+ * thread has one. Each token has the bits that it has on one thread. */
 TEST(threads_share_heads) {
     enum { KEYS = 3000, HEADS = 4, DIM = 32 };
     const int64_t cached = KEYS - 1, fresh = 1;
@@ -897,7 +898,7 @@ TEST(attention_pages) {
     }
 }
 
-/* Lanes of several leaves and spans, shared out by threads: by spans, the last case by heads. */
+/* Lanes of several leaves and spans, which threads divide: by spans, in the last case by heads. */
 TEST(long_caches) {
     static const int64_t fresh[] = { 4000, 4000, 1000, 1, 3, 8, 1 };
     static const int32_t kv_heads[] = { 1, 1, 3 }, lanes[] = { 2, 1, 1 };
@@ -932,8 +933,8 @@ TEST(long_caches) {
     }
 }
 
-/* Any number of lanes from the number of ranks on, shards of unequal size, and lanes of their own
- * for each number of ranks, compared with the reference alone. */
+/* Any number of lanes from the number of ranks on, shards of unequal size, and a separate lane
+ * count per number of ranks. Compared only with the reference. */
 TEST(lanes_and_weights) {
     for (int64_t i = 0; i < 12; i++) {
         h_rng r = h_case_rng(i);
@@ -993,13 +994,13 @@ static int64_t room_of(const int32_t *weights, int32_t ranks, int32_t lanes, int
     return sum;
 }
 
-/* Without a number of lanes shards have the sizes that weights ask for. */
+/* If no number of lanes is given, shards have the sizes that the weights request. */
 TEST(chosen_lanes) {
     static const int32_t nine[] = { 9, 1 }, equal[] = { 7, 7, 7 }, none[] = { 1, 0 };
     int64_t rows[8];
     CHECK_EQ(room_of(nine, 2, 0, rows), 1 << 16);
     CHECK(rows[1] > 6226 && rows[1] < 6881);
-    CHECK_EQ(room_of(nine, 2, 2, rows), 1 << 16);          /* as they were asked for */
+    CHECK_EQ(room_of(nine, 2, 2, rows), 1 << 16);          /* as many as requested */
     CHECK_EQ(rows[1], 1 << 15);
     CHECK_EQ(room_of(equal, 3, 0, rows), 1 << 16);         /* as many lanes as ranks */
     CHECK_EQ(rows[0], 21856);
@@ -1032,7 +1033,7 @@ TEST(drafts_are_exact) {
         if (dtype[i % 3] == RA_BF16) s.d.q_dtype = RA_BF16;
         s.d.form = RA_FORM_SAME;
         script_fill(&s, &r);
-        for (s.steps = 0; s.steps < 60; s.steps++) {   /* one token at a time */
+        for (s.steps = 0; s.steps < 60; s.steps++) {   /* one token per call */
             s.cached[s.steps][0] = s.steps;
             s.fresh[s.steps][0] = 1;
         }
@@ -1057,7 +1058,7 @@ TEST(drafts_are_exact) {
 typedef struct crew {
     const run *x;
     ra_cache *c;
-    int32_t rank, through;             /* atomic: steps that thread 0 is through */
+    int32_t rank, through;             /* atomic: steps that thread 0 has finished */
     ra_tensors t[64];
     int64_t most[64];
     ra_status worst;                   /* atomic */
@@ -1065,7 +1066,7 @@ typedef struct crew {
 
 typedef struct hand { crew *w; int ith; h_rng rng; } hand;
 
-/* A thread may leave in the midst of a step, and then comes to the next. */
+/* A thread may leave in the middle of a step, and then joins the next. */
 static void *hand_main(void *arg) {
     hand *h = (hand *)arg;
     crew *w = h->w;
@@ -1105,7 +1106,7 @@ static void crew_outputs(crew *w) {
     }
 }
 
-/* All keys are stored beforehand: those of later steps are not seen. */
+/* All keys are stored in advance; earlier steps do not see those of later ones. */
 static ra_status crew_steps(crew *w, float *k, float *v) {
     const script *s = w->x->s;
     const ra_desc *d = &s->d;
@@ -1137,7 +1138,7 @@ static ra_status crew_steps(crew *w, float *k, float *v) {
     return RA_OK;
 }
 
-/* Of the threads 0 to threads - 1, number 1 never comes where there are three. */
+/* Of threads 0 to threads - 1, number 1 never joins if there are three. */
 static ra_status crew_rank(ra_world *world, int rank, void *user) {
     crew w = { 0 };
     hand h[4];
@@ -1173,7 +1174,7 @@ static ra_status crew_rank(ra_world *world, int rank, void *user) {
     return end ? end : gone;
 }
 
-/* Threads that come late, leave early or never come stall nobody, and change no bit. */
+/* Threads that join late, leave early or never join delay no other thread and change no bit. */
 TEST(joined_threads) {
     for (int64_t i = 0; i < 6; i++) {
         h_rng r = h_case_rng(i);
@@ -1200,7 +1201,7 @@ TEST(joined_threads) {
     }
 }
 
-/* A refusal goes to every thread that brings its ticket, however late. The next ticket works. */
+/* Every thread that brings the ticket gets the refusal, however late. The next ticket works. */
 TEST(joined_refusals) {
     script s = script_new(4, 2, 32, RA_F32, 100);
     static float room[128 * 2 * 32], q[4 * 32], o[4 * 32];
@@ -1254,11 +1255,10 @@ static ra_status create(const ra_desc *d, const ra_cache_desc *cd, ra_error *why
     return s;
 }
 
-/* What travels on 4 ranks. Where messages are copied keys win if they are fewer bytes to a rank
- * than queries and partial results, by 9 us for each rank that they come from: 64 new tokens after
- * 256 bring 246 KB of keys to a rank or 198 KB, 256 after 256 bring 393 or 793. Where memory is
- * shared nothing travels except addresses: a call is a pool if it can have a portion for each rank.
- */
+/* What travels on 4 ranks. If messages are copied, keys travel if that moves fewer bytes to a rank
+ * than queries and partial results, counting 9 us for each rank that they come from: 64 new tokens
+ * after 256 bring 246 KB of keys to a rank or 198 KB, 256 after 256 bring 393 or 793. If memory is
+ * shared only addresses travel: a call is a pool if it can have a portion for each rank. */
 TEST(chosen_by_cost) {
     static const struct { int64_t fresh, cached; int32_t way, shared; } list[] = {
         { 1, 256, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
@@ -1311,7 +1311,7 @@ TEST(chosen_by_cost) {
     ra_world_destroy(world);
 }
 
-/* What AUTO takes on a rank for one sequence, by given rates, on a net that copies. */
+/* What AUTO chooses on a rank for one sequence, with these rates, if messages are copied. */
 static int32_t way_by_rates(const ra_rates *rates, int32_t rank, int32_t q_heads, int64_t fresh,
                             int64_t cached) {
     ra_desc d = ra_desc_make(q_heads, 2, 64, RA_F32, RA_MASK_CAUSAL);
@@ -1335,9 +1335,9 @@ static int32_t way_by_rates(const ra_rates *rates, int32_t rank, int32_t q_heads
     return report.travel;
 }
 
-/* Known rates decide: a slow link beside fast processors asks for the fewest bytes, a fast link for
- * the rows of all ranks to be computed at once, and a slow processor hides keys, but not queries.
- * All ranks find the same. */
+/* Known rates decide. On a slow link beside fast processors the fewest bytes are best. On a fast
+ * link, rows are best computed by all ranks at once. A slow processor hides keys but not queries.
+ * All ranks choose the same. */
 TEST(chosen_by_rates) {
     const ra_rates slow_link = { 1e12, 1e9, 1e-6 }, slow_rank = { 1e9, 1e9, 1e-6 };
     const ra_rates far = { 1e12, 1e11, 1e-3 }, fast_link = { 1e10, 1e12, 0 };
@@ -1463,7 +1463,7 @@ TEST(refusals) {
     CHECK_EQ(ra_cache_destroy(c), RA_OK);
 }
 
-/* A network that takes messages of its max_msg and no longer one. */
+/* A network that takes messages of up to its max_msg. */
 typedef struct narrow { const ra_transport *below; size_t most, longest; } narrow;
 typedef struct narrow_run { size_t most, longest[2]; ra_status end[2]; } narrow_run;
 
@@ -1515,8 +1515,8 @@ static ra_status narrow_rank(ra_world *world, int rank, void *user) {
     return RA_OK;
 }
 
-/* A cache is refused exactly if one of its messages is longer than the network takes, also those
- * that say where a rank keeps its own. */
+/* A cache is refused exactly if one of its messages is longer than the network takes, including
+ * those that say where a rank stores its keys. */
 TEST(longest_messages) {
     narrow_run wide = { 0 }, x;
     wide.most = 4096;
@@ -1589,9 +1589,9 @@ TEST(refused_pages) {
     table[1] = -2;
     CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_RANGE);
     CHECK(strstr(ra_cache_error(c)->text, "-2"));
-    table[1] = 3;                      /* written over: by the page of position 60 */
+    table[1] = 3;                      /* reused: by the page of position 60 */
     CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_OK);
-    table[2] = 3;                      /* which may not be where the window still looks */
+    table[2] = 3;                      /* which must not be one that the window sees */
     CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_SHAPE);
     CHECK(!strcmp(ra_cache_error(c)->field, "t.pages.table"));
     table[2] = -1;
@@ -1639,7 +1639,7 @@ TEST(unseen_pages) {
     CHECK_EQ(ra_world_run(2, unseen_page_rank, NULL, NULL), RA_OK);
 }
 
-/* Two ranks of which one does something else. */
+/* Two ranks, one of which makes another call. */
 typedef struct clash { int what; ra_status end[2]; char text[2][RA_TEXT_BYTES]; } clash;
 
 static ra_status clash_rank(ra_world *world, int rank, void *user) {
@@ -1702,9 +1702,9 @@ TEST(failures) {
     }
 }
 
-/* Three ranks that read and write each other's tensors, of which one ends in the midst of a call.
- * Once its call has failed (ra_infer), or its cache is destroyed (ra_infer_step), a rank writes
- * over its tensors: sanitizers see who touches them still. */
+/* Three ranks that read and write each other's tensors, one of which ends in the middle of a call.
+ * Once its call has failed (ra_infer), or its cache is destroyed (ra_infer_step), a rank overwrites
+ * its tensors: sanitizers see who still uses them. */
 typedef struct ending { int what, spins; ra_status end[3]; } ending;
 typedef struct canceller { ra_cache *c; int spins; } canceller;
 enum { END_CANCEL, END_DEADLINE, END_STEPS, END_LEAVE, ENDS };
@@ -1784,8 +1784,8 @@ TEST(ends_in_place) {
 }
 
 /* A call that ends before another rank can know its tensors does not wait for that rank. With
- * `rests` two ranks begin the second call and the third one, which had a part in the first, does
- * not: they wait for each other and not for it. */
+ * `rests` two ranks begin the second call, and the third one, which took part in the first, does
+ * not. The two wait for each other and not for it. */
 typedef struct unknown { int cancel, rests, ended, met; ra_status call, gone; } unknown;
 
 static ra_status unknown_rank(ra_world *world, int rank, void *user) {

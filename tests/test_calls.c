@@ -1,5 +1,5 @@
-/* What the API section says about calls on one rank and about their memory. Proves it sentence by
- * sentence: packing, shared memory, corner cases of numbers. */
+/* What the API section says about calls on one rank and their memory. Proves it sentence by
+ * sentence: packing, shared memory, limits of numbers. */
 #include "harness.h"
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
@@ -77,7 +77,7 @@ static void packed_bias(packed *x) {
     b->keys = g->keys = p->k_max;
 }
 
-/* tokens_of {64, 40} and keys {90, 70} of 128 and 200: only 64 and 90 count. */
+/* tokens_of {64, 40} and keys {90, 70}, of 128 and 200: only 64 and 90 count. */
 static void packed_open(packed *x, int32_t layout, int self, h_rng *r) {
     problem *p = &x->p;
     memset(x, 0, sizeof *x);
@@ -141,7 +141,7 @@ static void packed_forward(packed *x, const truth *right) {
     check_rows(x->lse, p->q_max, right->lse, NULL, p->tq, p->q_max, p->Hq);
 }
 
-/* Gradients of sums with these many rows a sequence. */
+/* Gradients from sums with this many rows per sequence. */
 static void packed_backward(packed *x, const slopes *right, const float *const *g, int64_t tokens,
                             int64_t keys) {
     const problem *p = &x->p;
@@ -227,7 +227,7 @@ TEST(packed_by_the_longest) {
     }
 }
 
-/* Strides that leave room for the longest sequence are valid, smaller ones are not. */
+/* Strides with room for the longest sequence are valid, smaller ones are not. */
 TEST(strides_of_the_longest) {
     h_rng r = h_case_rng(0);
     packed x;
@@ -280,7 +280,7 @@ static void tiny_make(tiny *x, int64_t tokens, int64_t keys) {
     for (int i = 0; i < 64; i++) x->v[i] = 1 + (float)i;
 }
 
-/* Where a finite bias acts as -inf, and where it does not yet. */
+/* Where a finite bias has the effect of -inf, and where it does not yet. */
 TEST(bias_at_the_end_of_f32) {
     static const float masks[3] = { -3.4028234e38f, -2.4e38f, -2.3e38f };
     for (int i = 0; i < 3; i++) for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) {
@@ -313,7 +313,7 @@ static double promised(const problem *p, const truth *t, const float *o, int64_t
     return worst / (ldexp(top, -23) * (1 + problem_scale(p) * q * k + sqrt((double)p->k_max) / 8));
 }
 
-/* Chains of scores of 128, large and small norms, many keys of about the same value. */
+/* Scores from chains of 128 products, large and small norms, many keys of about the same value. */
 TEST(error_of_f32) {
     static const int64_t shapes[7][3] = { { 256, 24, 128 }, { 256, 24, 112 }, { 64, 300, 300 },
                                           { 64, 24, 1 }, { 64, 3, 16 }, { 64, 64, 64 },
@@ -351,7 +351,7 @@ TEST(error_of_f32) {
     }
 }
 
-/* A row without keys: the sink is its LSE, or -inf where there are none; in every form. */
+/* A row without keys: its LSE is the sink, or -inf without sinks; in every form. */
 TEST(lse_without_keys) {
     for (int i = 0; i < 8; i++) {
         static const int32_t lo[4] = { 9, 9, 9, 9 }, hi[4] = { 9, 9, 9, 9 };
@@ -413,8 +413,8 @@ TEST(rows_that_fit_the_stack) {
     }
 }
 
-/* A bias that hides all keys from one of two heads, whose q has a NaN: the bits of its row do not
- * depend on which heads a thread takes together. */
+/* A bias that hides all keys from one of two heads, whose q has a NaN. The bits of its row do not
+ * depend on which heads a thread decodes together. */
 TEST(hidden_heads_on_any_threads) {
     static float q[2][64], k[64][2][64], o[2][2][64], bias[2][64];
     ra_desc d = ra_desc_make(2, 2, 64, RA_F32, RA_MASK_CAUSAL);
@@ -444,7 +444,7 @@ TEST(hidden_heads_on_any_threads) {
     CHECK(o[0][1][0] == 1 && o[1][1][0] == 1);
 }
 
-/* ARRAY: rows come from the tables; tokens and kv_tokens change nothing, chunks neither. */
+/* ARRAY: the tables give the rows; neither tokens, kv_tokens nor chunks change anything. */
 TEST(array_tokens_say_nothing) {
     static const int64_t rows[2] = { 200000, 60000 };
     static const int64_t tokens[3] = { 1, 260000, 2000000000 };
@@ -505,8 +505,8 @@ static void shared_close(shared *x) {
     problem_free(&x->p);
 }
 
-/* [B][T][H][8] as [B][H][T][8] and back: the strides of heads and tokens say how far sequences are
- * apart, so batch_stride may stay 0. */
+/* [B][T][H][8] as [B][H][T][8] and back. The strides of heads and tokens determine the distance of
+ * sequences, so batch_stride may stay 0. */
 TEST(batch_stride_beside_others) {
     enum { T = 50, H = 3, N = 2 * T * H * 8 };
     h_rng r = h_case_rng(0);
@@ -539,7 +539,7 @@ TEST(batch_stride_beside_others) {
     shared_close(&x);
 }
 
-/* Q, K and V in one buffer, and their gradients in another, (B, T, 3C); the strides of sequences
+/* Q, K and V in one buffer, and their gradients in another, (B, T, 3C). The strides of sequences
  * follow from those of tokens. */
 TEST(gradients_in_one_buffer) {
     enum { T = 50, H = 3, C = H * 8, N = 2 * T * C };
@@ -589,7 +589,7 @@ TEST(one_workspace_for_both) {
         float *o, *g[3];
         ra_tensors t;
         shared_open(&x, 2, i ? 2300 : 70, &r);
-        if (i) {                       /* one query after 2299 keys: threads share out the keys */
+        if (i) {                       /* one query after 2299 keys: threads divide the keys */
             x.d.tokens = 1;
             x.d.q_offset = 2299;
             CHECK_EQ(ra_attention(&x.d, &x.t, x.w.at, x.w.bytes, 0, 1), RA_OK);
@@ -617,7 +617,7 @@ TEST(one_workspace_for_both) {
     }
 }
 
-/* The workspace of the largest call serves every smaller one, at any address, uncleared. */
+/* The workspace of the largest call serves every smaller one, at any address, without clearing. */
 TEST(one_workspace_for_smaller_calls) {
     static const int32_t heads[6][2] = {{1, 1}, {4, 4}, {8, 2}, {16, 1}, {24, 1}, {32, 8}};
     for (int i = 0; i < 600 && h_case(i); i++) {
@@ -721,7 +721,7 @@ TEST(shards_of_a_shared_tensor) {
         CHECK_EQ(ra_world_run(3, hall_rank, &h, NULL), RA_OK);
         for (int64_t j = 0; j < h.x.n[0]; j++)
             if (!CHECK(fabsf(h.o[j] - h.x.o[j]) < 2e-6f)) break;
-        h.x.d.ranks = 3;               /* of ZIGZAG they are two stretches */
+        h.x.d.ranks = 3;               /* of ZIGZAG they are in two places */
         h.x.d.layout.kind = RA_LAYOUT_ZIGZAG;
         CHECK_EQ(ra_plan_create(&plan, &h.x.d, NULL), RA_OK);
         CHECK_EQ(ra_plan_q_runs(plan, 0, 0, runs, 2), 2);

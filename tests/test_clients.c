@@ -1,8 +1,7 @@
-/* The programs that people want to write, as tests: a world in one process, a small engine on one
- * rank, engines with their own threads, a user-supplied network at levels 0 and 1, a user-supplied
- * kernel, a trace. Proves that they work and that they end well if one part fails. Results are
- * compared with small.h's double-precision reference, or bit for bit with another way to compute
- * them. */
+/* Programs that users write, as tests: a world in one process, a small engine on one rank, engines
+ * with their own threads, a user-supplied network at levels 0 and 1, a user-supplied kernel, a
+ * trace. Proves that they work, and that they end well if one part fails. Results are compared with
+ * small.h's double-precision reference, or bit for bit with another way to compute them. */
 #define _POSIX_C_SOURCE 200112L
 #include "hooks.h"
 #include "mail.h"
@@ -162,7 +161,7 @@ TEST(world_in_one_process) {
 
 /* -------------------------------------------------------------------------- 2: one rank */
 
-/* Causal, B sequences; small_data and small_desc come when the rest is set. */
+/* Causal, B sequences. Call small_data and small_desc when the rest is set. */
 static small *one_rank(int B, int T, int keys, int offset, const int *shape) {
     small *s = (small *)malloc(sizeof *s);
     if (!s) abort();
@@ -225,7 +224,7 @@ static void attend_alone(const ra_desc *d, const ra_tensors *t, int nth) {
     free(ws);
 }
 
-/* llm.c: one buffer [B][T][3 C], rows of q, k and v side by side. */
+/* llm.c: one buffer [B][T][3 C], rows of q, k and v adjacent. */
 TEST(llm_c) {
     static const int shape[4] = { 4, 4, 12, 12 };
     enum { B = 2, T = 150, C = 48 };
@@ -377,7 +376,7 @@ typedef struct crew {
     int64_t floats;                    /* of an output */
     float *out[2];                     /* [layers][floats] of each rank */
     int ranks, threads, layers;
-    int away;                          /* threads from this ith on never come */
+    int away;                          /* threads from this ith on never join */
     ra_ring *ring[2];
     int64_t bad, through[2];           /* atomics: wrong results; layers that thread 0 has ended */
     ra_status worst;                   /* the first error of any thread */
@@ -385,7 +384,7 @@ typedef struct crew {
 
 typedef struct hand { crew *c; int rank, ith; h_rng rng; } hand;
 
-/* Waits until thread 0 has finished: no ticket may come before the next lower one. */
+/* Waits until thread 0 has finished: a ticket must not come before the next lower one. */
 static void hand_rests(const hand *x, int layer) {
     const crew *c = x->c;
     while (__atomic_load_n(&c->through[x->rank], __ATOMIC_SEQ_CST) <= layer &&
@@ -427,7 +426,7 @@ static void *hand_main(void *arg) {
     return NULL;
 }
 
-/* What every variant gives, by ra_forward on a world. */
+/* What every variant must give, by ra_forward on a world. */
 static void crew_wants(crew *c, int tokens) {
     for (int v = 0; v < VARIANTS; v++) {
         team *t = c->team[v] = team_full(c->ranks, tokens, CREW);
@@ -493,7 +492,7 @@ static void crew_run(crew *c) {
     }
 }
 
-/* Rising tickets, no barrier, eight threads: late ones, absent ones, some that leave early. */
+/* Rising tickets, no barrier, eight threads: some come late, some never, some leave early. */
 TEST(join_by_ticket) {
     for (int k = 0; k < 4; k++) {
         crew c = { 0 };
@@ -508,8 +507,7 @@ TEST(join_by_ticket) {
 }
 
 /* -------------------------------------------------------------------------- 6: other networks
- * A stand-in for MPI between threads: nothing is held, so a send ends when its receive has the
- * bytes. */
+ * Like MPI, between threads: nothing is held, so a send ends when its receive has the bytes. */
 static mail_desc office_desc(int ranks, int level, uint32_t caps) {
     mail_desc d = { 0 };
     d.ranks = ranks;
@@ -521,7 +519,7 @@ static mail_desc office_desc(int ranks, int level, uint32_t caps) {
 static void office_run(team *t, const mail_desc *d) {
     ra_transport net[MAX_RANKS];
     mail_net *w = mail_open(d, NULL);
-    int64_t bytes = d->ranks > 1 ? 64 * d->ranks : 0;  /* with which the first pass begins */
+    int64_t bytes = d->ranks > 1 ? 64 * d->ranks : 0;  /* of hellos in the first pass */
     team_plans(t);
     for (int r = 0; r < d->ranks; r++) {
         net[r] = mail_transport(w, r);
@@ -565,7 +563,7 @@ TEST(network_level0) { networks(0); }
 
 TEST(network_level1) { networks(1); }
 
-/* A transport in front of the bundled one that does not say RA_CAP_SHARED: chunks are packed and
+/* A transport in front of the bundled one that does not have RA_CAP_SHARED: chunks are packed and
  * copied, and every bit is the same. */
 TEST(wrapped_world) {
     for (int64_t i = 0; i < 40; i++) {
@@ -816,8 +814,8 @@ static void *brake_main(void *arg) {
     return NULL;
 }
 
-/* A big pass under way, cancelled from another thread; and a pass that waits for a rank that never
- * comes. */
+/* A large pass in progress, cancelled from another thread; and a pass that waits for a rank that
+ * never comes. */
 TEST(cancel_from_another_thread) {
     for (int ranks = 1; ranks <= 2; ranks++) {
         team *t = (seed_case(ranks), team_full(ranks, 2000, 1));
@@ -873,14 +871,14 @@ static ra_status misbehave(ra_world *world, int rank, void *user) {
         (void)ra_ring_destroy(ring);
         return t->status[rank] = s;
     }
-    for (int i = 0; i < 3000; i++) {           /* late beyond everybody's deadline */
+    for (int i = 0; i < 3000; i++) {           /* later than every deadline */
         struct timespec nap = { 0, 100000 };
         nanosleep(&nap, NULL);
     }
     return t->status[rank] = live_in_world(world, rank, user);
 }
 
-/* One rank's trouble reaches all others as an error; nobody hangs. */
+/* The failure of one rank reaches all others as an error, and none hangs. */
 TEST(one_rank_fails) {
     for (int64_t i = 0; i < 10 * HOWS; i++) {
         team *t;
@@ -916,7 +914,7 @@ TEST(one_rank_fails) {
     }
 }
 
-/* Over a network that can only be stopped by a deadline: the missing rank is noticed by it. */
+/* On a network whose calls end only by deadlines, the deadline finds the missing rank. */
 TEST(deadline_at_level0) {
     for (int threads = 1; threads <= 2; threads++) {
         team *t = (seed_case(threads), team_full(3, 600, threads));

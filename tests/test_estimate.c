@@ -5,7 +5,7 @@
 #include "ringattn.h"
 #include "harness.h"
 
-/* Multi-head attention as the paper has it: 32 heads of 128, 2 bytes an element, not causal. */
+/* Multi-head attention as in the paper: 32 heads of 128, 2 bytes per element, not causal. */
 static ra_model mha(void) {
     ra_model m = { 0 };
     m.layers = 32;
@@ -81,7 +81,7 @@ TEST(networks) {
     CHECK(near(hw.link_latency_s, 2e-6));
     CHECK_EQ(hw.block_tokens, 8192);
 
-    hw = device(RA_HW_TPU_V4, RA_NET_PCIE4_X16, 2);   /* the net overrides the link alone */
+    hw = device(RA_HW_TPU_V4, RA_NET_PCIE4_X16, 2);   /* the net overrides only the link */
     CHECK(near(hw.flops_per_s, 275e12));
     CHECK(near(hw.memory_bytes, 32e9));
     CHECK(near(hw.link_bytes_per_s, 64e9));
@@ -138,7 +138,7 @@ TEST(block_of_other_models) {
     const ra_hardware hw = device(RA_HW_A100_IB, RA_NET_NONE, 8);
     ra_model m = mha();
     CHECK(near(estimate(&hw, &m).block_min, 24960));
-    m.causal = 1;                                     /* half the work a hop */
+    m.causal = 1;                                     /* half the work per hop */
     CHECK(near(estimate(&hw, &m).block_min, 49920));
     m.kv_heads = 8;                                   /* a quarter of the bytes */
     CHECK(near(estimate(&hw, &m).block_min, 12480));
@@ -152,10 +152,10 @@ TEST(block_of_other_models) {
     m.kv_heads = 1;                                   /* MQA */
     CHECK(near(estimate(&hw, &m).block_min, 390));
     m.batch = 16; m.head_dim = 64; m.layers = 7; m.hidden = 12345; m.weight_bytes = 5;
-    CHECK(near(estimate(&hw, &m).block_min, 390));   /* none of these matters to it */
+    CHECK(near(estimate(&hw, &m).block_min, 390));   /* none of these changes it */
 }
 
-/* Six blocks of b c h elements: 12 b c h bytes at 2 bytes an element, 6 b c h at one. */
+/* Six blocks of b c h elements: 12 b c h bytes at 2 bytes per element, 6 b c h at one. */
 TEST(activations) {
     const ra_hardware hw = device(RA_HW_A100_NVLINK, RA_NET_NONE, 8);
     ra_model m = mha();
@@ -212,7 +212,7 @@ TEST(hops) {
     CHECK(near(r.hop_compute_s, 1099511627776.0 / 1e15));
     CHECK(near(r.hop_transfer_s, 1e-6 + 33554432.0 / 600e9));
     CHECK(r.hidden_fraction == 1);
-    /* A slow link hides a part only; causal work is half of it. */
+    /* A slow link hides only a part; causal work is half of it. */
     hw.link_bytes_per_s = 1e9;
     m.causal = 1;
     r = estimate(&hw, &m);
@@ -283,7 +283,7 @@ static const refusal refusals[] = {
     { RA_E_OVERFLOW, HW(memory_bytes), 'd', 1e28, "more than 2^63 tokens on 8 devices" },
 };
 
-/* Expects one refusal: its status and field, a sentence, `out` untouched, and no need of an error
+/* Expects a refusal: its status, field and sentence, `out` unchanged, and the same without an error
  * to write to. */
 static void refused(const ra_hardware *hw, const ra_model *m, ra_status status, const char *field) {
     ra_model quiet = *m;

@@ -1,6 +1,6 @@
 /* How passes end. Proves on which thread and by which clock a ring makes each call of a transport,
  * what a failure leaves behind, and what each thread then returns. Callbacks of the test run
- * between the library's steps: they make an order of events, so that no test waits for one. */
+ * between the library's steps. They decide the order of events, so that no test waits for one. */
 #define _DEFAULT_SOURCE 1
 #include "hooks.h"
 #include "mail.h"
@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 /* -------------------------------------------------------------------------- a problem
- * Every rank needs keys of every other; the values are any. `want` is what one rank computes. */
+ * Every rank needs keys of every other rank. `want` is what one rank computes. */
 enum { RANKS = 5, HEADS = 2, DIM = 8 };
 typedef struct rig {
     ra_desc d;
@@ -133,8 +133,8 @@ static int names_the_space(const ra_failure *f) {
     return f->status == RA_E_MISMATCH && strstr(f->text, "address space") != NULL;
 }
 
-/* A forked child has the parent's memory at the parent's addresses: what they lead to there can be
- * read, and is not what the parent has. */
+/* A forked child has memory at the parent's addresses. What they point to can be read there, but it
+ * is not what the parent has. */
 TEST(shared_between_processes) {
     rig *g = rig_new(2, 256, 1);
     void *shared = mmap(NULL, MAIL_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
@@ -163,7 +163,7 @@ TEST(shared_between_processes) {
     rig_free(g);
 }
 
-/* The same network between ranks of one process is what RA_CAP_SHARED is for. */
+/* The same network between ranks of one process, which is what RA_CAP_SHARED is for. */
 TEST(shared_in_one_process) {
     rig *g = rig_new(3, 384, 1);
     mail_net *all = network_open(g, RA_CAP_SHARED, NULL);
@@ -188,7 +188,7 @@ TEST(shared_in_one_process) {
 
 /* -------------------------------------------------------------------------- what begin reads */
 
-/* ra_begin copies pointers: sinks that are there before the first step are in time. */
+/* ra_begin copies pointers: sinks may be written until the first step. */
 TEST(begin_reads_no_sinks) {
     rig *g = rig_new(2, 256, 1);
     mail_net *all = network_open(g, 0, NULL);
@@ -219,8 +219,8 @@ TEST(begin_reads_no_sinks) {
 }
 
 /* -------------------------------------------------------------------------- clocks
- * The ring's clock does not move from the time that the test sets. What a callback of the transport
- * gets is held against ra_now_ns() before and after the call. */
+ * The ring's clock stays at the time that the test sets. What a callback of the transport gets is
+ * compared with ra_now_ns() before and after the call. */
 static const int64_t YEARS = (int64_t)10 * 365 * 86400 * 1000000000, SECOND = 1000000000;
 
 static int64_t still_clock(void *ctx) { return *(const int64_t *)ctx; }
@@ -250,12 +250,12 @@ static int is_left(int64_t until, int64_t before, int64_t left) {
     int64_t now = ra_now_ns();
     int64_t least = left > INT64_MAX - before ? INT64_MAX : before + left;
     int64_t most = left > INT64_MAX - now ? INT64_MAX : now + left;
-    if (left < 0 && until <= now) return 1;        /* how long ago does not matter */
+    if (left < 0 && until <= now) return 1;        /* in the past: any time will do */
     return until >= (least > 0 ? least : 1) && until <= (most > 0 ? most : 1);
 }
 
-/* One pass at level 0 that times out in its first exchange: RA_E_PEER if that is the watchdog's
- * time, RA_E_TIMEOUT if it is the call's; then ra_finish. left: of the two, in ns. */
+/* One pass at level 0 that times out in its first exchange: RA_E_PEER if the watchdog ends it,
+ * RA_E_TIMEOUT if the deadline of the call does; then ra_finish. left: of the two, in ns. */
 static void one_clock(const rig *g, int64_t *clock, const ra_ring_desc *times, int64_t deadline) {
     alarm_call a = { 0, 0 };
     ra_ring_desc rd = *times;
@@ -289,7 +289,7 @@ static void one_clock(const rig *g, int64_t *clock, const ra_ring_desc *times, i
     CHECK_EQ(ra_ring_destroy(ring), RA_OK);
 }
 
-/* A failed exchange that was to bring a chunk names that one, not the own chunk that it sent. */
+/* A failed exchange that was to bring a chunk names that chunk, not the own chunk that it sent. */
 TEST(failed_exchange_names_what_was_due) {
     for (int order = 0; order <= RA_ORDER_ROUNDS; order += RA_ORDER_ROUNDS) {
         rig *g = rig_new(2, 256, 1);
@@ -320,8 +320,8 @@ TEST(failed_exchange_names_what_was_due) {
     }
 }
 
-/* Of a failed exchange with two peers the sentence names both. A deadline before the pass began is
- * probably a duration: the sentence says what deadlines are. */
+/* If an exchange with two peers fails, the sentence names both. A deadline before the pass began is
+ * probably a duration, so the sentence explains what deadlines are. */
 TEST(failed_exchange_names_both_peers) {
     for (int64_t deadline = 0; deadline <= 5000; deadline += 5000) {
         rig *g = rig_new(3, 384, 1);
@@ -347,7 +347,7 @@ TEST(failed_exchange_names_both_peers) {
     }
 }
 
-/* A ring on a clock that is years off, either way, negative or at the end of its numbers. */
+/* A ring whose clock is years ahead or behind, negative, or at the end of its range. */
 TEST(deadlines_on_another_clock) {
     rig *g = rig_new(2, 256, 1);
     static const int64_t longest[3] = { 5000000000, 1, INT64_MAX };
@@ -373,9 +373,9 @@ static void *leave_later(void *arg) {
     return NULL;
 }
 
-static void *kept[2][3];               /* a leak checker finds what it points to */
+static void *kept[2][3];               /* so that a leak checker finds it */
 
-/* A ring of the world, in the midst of its first pass. */
+/* A ring of the world, in the middle of its first pass. */
 static ra_ring *under_way(const rig *g, ra_world *world, int rank, const ra_ring_desc *rd) {
     ra_ring *ring = NULL;
     ra_job job = rig_job(g, rank);
@@ -385,8 +385,8 @@ static ra_ring *under_way(const rig *g, ra_world *world, int rank, const ra_ring
     return ring;
 }
 
-/* The bundled world waits in quiesce on its own clock: not for ever with one that is ahead, and
- * long enough with one that is behind. */
+/* The bundled world waits in quiesce on its own clock: not forever if the ring's clock is ahead,
+ * and long enough if it is behind. */
 TEST(quiesce_of_the_world_on_another_clock) {
     rig *g = rig_new(2, 256, 1);
     for (int i = 0; i < 4; i++) {
@@ -420,9 +420,9 @@ TEST(quiesce_of_the_world_on_another_clock) {
     rig_free(g);
 }
 
-/* A rank between two passes uses nothing of a rank that fails, which does not wait for it: not
- * before its first pass, nor after one, nor while a third rank is in the pass and notices. What it
- * begins later ends at once. */
+/* A rank between two passes uses nothing of a rank that fails, so that one does not wait for it:
+ * neither before its first pass nor after one, nor while a third rank in the pass learns of it. A
+ * pass that it begins later fails at once. */
 TEST(world_waits_for_no_rank_that_rests) {
     enum { AT_FIRST, LATER, THIRD, WAYS };
     rig *g = rig_new(3, 384, 1);
@@ -432,7 +432,7 @@ TEST(world_waits_for_no_rank_that_rests) {
         ra_ring *ring[3];
         ra_job job[3];
         ra_status s[3];
-        rd.quiesce_ns = 50000000;      /* of all of which it would wait, to leak its ring then */
+        rd.quiesce_ns = 50000000;      /* it would wait all of them, and then leak its ring */
         for (int r = 0; r < 3; r++) {
             job[r] = rig_job(g, r);
             CHECK_EQ(ra_ring_create(&ring[r], g->plan[r], ra_world_transport(world, r), &rd),
@@ -465,7 +465,7 @@ static ra_status refetched(void *ctx, int64_t pass, int32_t rank, ra_tensors *t)
     return RA_OK;
 }
 
-/* Two of three ranks resume on `world` what the third one left; well if they can fetch again. */
+/* Two of three ranks resume on `world` what the third one left. It ends well if they can fetch. */
 static void resumes(const rig *g, ra_world *world, int fetches) {
     static const int32_t survivors[2] = { 0, 1 };
     ra_world *before = hook_world(3);
@@ -492,8 +492,8 @@ static void resumes(const rig *g, ra_world *world, int fetches) {
     ra_world_destroy(before);
 }
 
-/* A rank rests in the world too after a pass that copied, after one that was resumed, and after one
- * that could not be resumed. */
+/* A rank also rests in the world after a pass that copied, after one that was resumed, and after
+ * one that could not be resumed. */
 TEST(world_rests_after_any_pass) {
     enum { COPIED, RESUMED, REFUSED, WAYS };
     rig *g = rig_new(2, 256, 1), *three = rig_new(3, 384, 1);
@@ -503,7 +503,7 @@ TEST(world_rests_after_any_pass) {
         ra_ring *ring[2];
         ra_job job[2];
         ra_status s[2];
-        rd.quiesce_ns = 50000000;      /* of all of which it would wait */
+        rd.quiesce_ns = 50000000;      /* it would wait all of them */
         if (i != COPIED) resumes(three, world, i == RESUMED);
         for (int r = 0; r < 2; r++) {
             ra_transport net = *ra_world_transport(world, r);
@@ -525,7 +525,7 @@ TEST(world_rests_after_any_pass) {
     rig_free(three);
 }
 
-/* A cache of rank 0 on `world`, and a call of it that decodes a token. */
+/* A cache of rank 0 on `world`, and its call that decodes a token. */
 typedef struct small_cache {
     ra_cache *cache;
     ra_tensors t;
@@ -552,9 +552,9 @@ static void small_cache_open(small_cache *c, const rig *g, ra_world *world, int 
     c->fresh = 1;
 }
 
-/* Messages of two passes on one seat would match each other, and if their plans are equal no frame
- * would show it. So the second is refused, whether of a ring or of a cache, and may begin when the
- * first has ended. */
+/* Messages of two passes on one transport would match each other, and if their plans are equal no
+ * frame would show it. So the second pass, of a ring or a cache, is refused until the first has
+ * ended. */
 TEST(world_passes_take_turns) {
     rig *g = rig_new(2, 256, 1);
     ra_world *world = hook_world(2);
@@ -600,9 +600,9 @@ TEST(world_passes_take_turns) {
     rig_free(g);
 }
 
-/* Any network whose transports have a turn does as the world does, by all transports on one ctx. A
- * pass that has failed has the turn until it is finished. How little a transport of an earlier
- * version has is not looked at. */
+/* A network whose transports have a turn behaves like the world, for all transports of one ctx. A
+ * failed pass keeps the turn until ra_finish. Transports of an earlier version have none, and what
+ * follows their last field is not read. */
 TEST(networks_take_turns_like_the_world) {
     rig *g = rig_new(2, 256, 1);
     mail_net *all = network_open(g, 0, NULL);
@@ -642,8 +642,8 @@ TEST(networks_take_turns_like_the_world) {
     rig_free(g);
 }
 
-/* No turn is kept by a ring that can no longer give it back, and who waits for a turn in a world
- * that has failed is told of the failure. */
+/* A ring that can no longer return the turn does not keep it. Who waits for a turn in a world that
+ * has failed gets the failure. */
 TEST(world_turns_after_failures) {
     rig *g = rig_new(2, 256, 1);
     mail_net *all = network_open(g, 0, NULL);
@@ -685,7 +685,7 @@ TEST(world_turns_after_failures) {
 
 /* -------------------------------------------------------------------------- patience */
 
-/* A plan of rank 0, and the most tiles that are not empty which any rank's report has. */
+/* A plan of rank 0, and the largest number of non-empty tiles in a report of any rank. */
 static int64_t most_tiles(const ra_plan *plan, int backward) {
     ra_plan_report rep;
     int64_t most = 0;
@@ -740,7 +740,7 @@ TEST(default_watchdog) {
     }
 }
 
-/* The count looks at each chunk once at most, however many ranks there are. Every look at a chunk
+/* The count looks at each chunk at most once, for any number of ranks. Every look at a chunk
  * evaluates an assertion, and those are counted. */
 TEST(default_watchdog_of_many_ranks) {
     enum { MANY = 4096 };
@@ -765,8 +765,8 @@ TEST(default_watchdog_of_many_ranks) {
     }
 }
 
-/* 1M tokens, 32 heads, 8 ranks, 16 threads at 20 us a tile: 671 s of computing at most, not days;
- * the most is INT64_MAX. */
+/* 1M tokens, 32 heads, 8 ranks, 16 threads at 20 us per tile: at most 671 s of computing, not days.
+ * The largest value is INT64_MAX. */
 TEST(default_watchdog_of_a_million_tokens) {
     ra_plan *plan = NULL;
     ra_plan_report rep;
@@ -801,7 +801,7 @@ static ra_status bring(ra_ring *ring, ra_job *job, int64_t ticket, const ra_tens
     return s;
 }
 
-/* A thread may bring a ticket long after others: what was refused is never RA_OK. */
+/* A thread may bring a ticket long after the others. A refused ticket never gives RA_OK. */
 TEST(refused_tickets_stay_refused) {
     rig *g = rig_new(1, 64, 1);
     ra_ring *ring = NULL;
@@ -852,7 +852,7 @@ static void grads_new(grads *y, rig *g) {
     }
 }
 
-/* Two rings on a network in memory, stepped here, by a clock that does not move. */
+/* Two rings on a network in memory, stepped here, with a clock that stays. */
 typedef struct pair {
     rig *g;
     mail_net *all;
@@ -905,7 +905,7 @@ static void pair_pass(pair *x, int pass) {
     CHECK(s[0] == RA_OK && s[1] == RA_OK);
 }
 
-/* Rank 0 of a pair, whose clock shows the work that it has done. */
+/* Rank 0 of two, whose clock shows the work that it has done. */
 static struct { pair *x; ra_transport net; int64_t polled, most, longest; } worker;
 
 static void worker_works(int64_t multiply_adds) {
@@ -930,8 +930,8 @@ static void worker_begin(pair *x, int pass) {
     hook_work(x->ring[0], worker_works);
 }
 
-/* The transport is polled within a step too: 0.2 ms after the last time, or one call of a kernel
- * later, whatever the length of the step. */
+/* The transport is also polled within a step: 0.2 ms after the last time, or one call of a kernel
+ * later, for any length of step. */
 TEST(steps_poll) {
     pair x;
     grads y;
@@ -960,8 +960,8 @@ TEST(steps_poll) {
     free(y.all);
 }
 
-/* How a network ends receives whose message has another length than agreed. Odd: with a state that
- * does not exist. */
+/* How a network ends receives whose message has another length than agreed. Odd values: with an
+ * undefined state. */
 enum { SHORT_ERROR, SHORT_DONE, SHORT_ERROR_AND_BYTES, SHORT_ODD };
 static ra_transport short_net;
 static int short_way;
@@ -977,9 +977,8 @@ static int short_poll(void *ctx, ra_transport_op *const *ops, int n) {
     return code;
 }
 
-/* Rank 1 has another scale. Rank 0 says so if it sees the frame, also of a message of another
- * length. It takes no number of bytes for a code of the transport and no code for a number of
- * bytes. */
+/* Rank 1 has another scale. Rank 0 reports that if it sees the frame, even of a message of another
+ * length. It confuses neither a number of bytes with a code of the transport nor the reverse. */
 TEST(short_messages_name_what_differs) {
     for (int way = SHORT_ERROR; way <= SHORT_ODD; way++) {
         pair x;
@@ -1022,8 +1021,8 @@ static void *seat_0_main(void *arg) {
     return NULL;
 }
 
-/* At level 0 too a rank whose messages go elsewhere and the one after it name what differs, the
- * others hear of it; without a deadline. */
+/* At level 0 too, without a deadline: a rank whose messages do not fit, and the one after it, name
+ * what differs. The others are told. */
 TEST(sendrecv_names_what_differs) {
     static const char *const text[3] = { ": mask", ": layout", ": chunk_tokens" };
     static const int worlds[3] = { 2, 3, 5 };
@@ -1068,7 +1067,7 @@ TEST(sendrecv_names_what_differs) {
     }
 }
 
-/* The end of a sentence is never cut off, however much a transport has to say. */
+/* The end of a sentence is never cut off, however long the text of a transport is. */
 TEST(sentences_are_whole) {
     char long_text[1000];
     size_t most = 0;
@@ -1087,7 +1086,7 @@ TEST(sentences_are_whole) {
     CHECK(most < RA_TEXT_BYTES - 1);
 }
 
-/* After a failure every call gives the same status, and its text knows what went well before. */
+/* After a failure every call gives the same status, and its text counts what went well before. */
 TEST(first_failure_stays) {
     for (int passes = 0; passes < 3; passes++) {
         pair x;
@@ -1122,8 +1121,8 @@ TEST(first_failure_stays) {
 }
 
 /* -------------------------------------------------------------------------- calls that overlap
- * In front of a rank's transport of the bundled world: counts calls that begin while another has
- * not returned, and makes poll fail when its time has come. */
+ * In front of a rank's transport of the bundled world: counts calls that begin before another has
+ * returned, and makes poll fail at a given call. */
 typedef struct guard {
     const ra_transport *world;
     int inside, fail_at, polls;        /* atomics */
@@ -1201,8 +1200,8 @@ static void fail_beside(guard *x) {
     CHECK_EQ(ra_step(x->ring, 1), RA_E_CANCELLED);
 }
 
-/* While one thread sleeps in the transport, another finds the failure and is the last inside: the
- * transport learns it from the one that sleeps, once it is back. */
+/* While one thread sleeps in the transport, another finds the failure and is the last inside. Then
+ * the thread that sleeps tells the transport, once it is back. */
 TEST(quiesce_waits_for_wait) {
     rig *g = rig_new(2, 256, 2);
     guard x = { 0 };
@@ -1282,8 +1281,9 @@ static void crew_run(crew *c) {
         if (!c->how) CHECK_EQ(hands[i].end, RA_OK);
         CHECK_EQ(hands[i].end, hands[i / CREW * CREW].end);    /* all threads get the same */
     }
-    /* A rank of a failed pass has parted as its last thread left: nobody waits for its end. One
-     * that had all its passes before the other failed says itself that it is through. */
+    /* A rank of a failed pass has left when its last thread leaves: nobody waits for its end. A
+     * rank that finished all its passes before the other failed says itself that it has
+     * finished. */
     for (int r = 0; r < 2; r++)
         if (!hands[r * CREW].end) ra_world_leave(world, r, RA_OK);
     for (int r = 0; r < 2; r++) CHECK_EQ(ra_ring_destroy(c->ring[r]), RA_OK);
@@ -1356,8 +1356,9 @@ TEST(no_failure_after_the_end) {
 static ra_world *left_world;
 static void leave_rank_0(void) { ra_world_leave(left_world, 0, RA_OK); }
 
-/* A rank leaves between the moment a call of its own looks for failures and the moment it queues an
- * op: nothing may be queued behind the leaving thread, which waits until nothing is. */
+/* A rank leaves between the moment when a call of its own looks for failures and the moment when it
+ * queues an op. Nothing may be queued after that: the leaving thread waits until the call is
+ * out. */
 TEST(leave_beside_a_post) {
     for (int kind = RA_MSG_SEND; kind <= RA_MSG_RECV; kind++) {
         const ra_transport *t;
@@ -1386,8 +1387,8 @@ TEST(leave_beside_a_post) {
 
 /* -------------------------------------------------------------------------- queries that travel */
 
-/* A pair whose backward pass sends queries. O and dO are small enough for the products of their
- * elements to be denormal, weights are nearly 0 or 1, and K is large enough to show it in dQ. */
+/* Two ranks whose backward pass sends queries. O and dO are so small that products of their
+ * elements are denormal, weights are nearly 0 or 1, and K is large enough for dQ to show it. */
 static void q_pair(pair *x, grads *y, int threads) {
     ra_ring_desc rd = { 0 };
     memset(x, 0, sizeof *x);
@@ -1444,7 +1445,7 @@ static void packing_deltas(void) {
     packing_depth--;
 }
 
-/* Nobody spins while a chunk is packed: RA_AGAIN means that something was done. */
+/* No thread spins while a chunk is packed: RA_AGAIN means that something was done. */
 TEST(packing_lets_others_wait) {
     pair x;
     grads y;
@@ -1466,13 +1467,13 @@ TEST(packing_lets_others_wait) {
 }
 
 /* -------------------------------------------------------------------------- pieces
- * Rank 0 of a pair. Each look at the clock takes longer than the time from poll to poll: it polls
- * between any two pieces of work. */
+ * Rank 0 of two. Each look at the clock advances it by more than the time from poll to poll, so the
+ * rank polls between any two pieces of work. */
 static struct {
     ra_transport net;
-    int64_t polls, before, group;      /* of the transport; at the last event, the last group */
+    int64_t polls, before, group;      /* of the transport; at the last event, the last block */
     int64_t packed;                    /* fewest polls while an own chunk was packed */
-    int64_t groups, apart;             /* groups of rows; those that had a poll before them */
+    int64_t groups, apart;             /* blocks of rows; those with a poll before them */
     int64_t row, most;                 /* rows of gradients handed over since a poll, at most */
 } pieces;
 
@@ -1542,7 +1543,7 @@ static void pieces_pass(int travel, int how) {
     free(y.all);
 }
 
-/* Blocks of 64 rows are packed and handed over with a poll after each, not a chunk at once. */
+/* Blocks of 64 rows are packed and returned with a poll after each, never a whole chunk at once. */
 TEST(pieces_poll) {
     const int64_t blocks = 1024 / RA_BLOCK_TOKENS;
     pieces_pass(RA_TRAVEL_KV, PIECES_FORWARD);
@@ -1564,7 +1565,7 @@ static int64_t counting_clock(void *ctx) { return ++*(int64_t *)ctx; }
 
 typedef struct listener { ra_ring *ring; int64_t heard, late; } listener;
 
-/* A callback sees what there was before: the event that it is called for is not among them yet. */
+/* A callback sees the events before the one that it is called for. */
 static void listen_event(void *ctx, const ra_event *e) {
     listener *x = (listener *)ctx;
     ra_event all[RA_EVENTS];
@@ -1573,8 +1574,8 @@ static void listen_event(void *ctx, const ra_event *e) {
     x->late += n > 0 && all[n - 1].end_ns >= e->end_ns;
 }
 
-/* Rank 1 stops after `steps` steps, and the deadline of rank 0 passes. Its last events are in
- * order; they say which message was posted last that did not come. Returns how many there are. */
+/* Rank 1 stops after `steps` steps, and the deadline of rank 0 passes. Its last events are in order
+ * and show which message that was posted did not come. Returns how many events there are. */
 static int one_death(const rig *g, int passes, int steps) {
     mail_net *all = network_open(g, 0, NULL);
     ra_ring *ring[2] = { NULL, NULL };
@@ -1640,8 +1641,8 @@ static int one_death(const rig *g, int passes, int steps) {
     return n;
 }
 
-/* What a ring remembers names the message that did not come: the hello, some chunk, and after many
- * messages more than it remembers. */
+/* The events of a ring name the message that did not come: the hello, some chunk, and after many
+ * messages more than the ring remembers. */
 TEST(events_name_what_is_missing) {
     rig *g = rig_new(2, 1024, 1);
     CHECK(one_death(g, 0, 0) < RA_EVENTS);
@@ -1690,12 +1691,12 @@ static ra_event numbered_event(int which, int64_t number) {
     e.kind = number % 3 ? RA_EV_FOLD : RA_EV_WAIT;
     e.rank = e.thread = e.peer = e.origin = which;
     e.pass = e.chunk = e.q_row = e.q_rows = e.head = e.begin_ns = e.bytes = e.tiles = number;
-    e.end_ns = e.kind == RA_EV_WAIT ? 0 : number;      /* of a WAIT it may be that of a later one */
+    e.end_ns = e.kind == RA_EV_WAIT ? 0 : number;      /* the end of a WAIT may be a later one's */
     e.hop = e.status = e.backward = e.sequence = (int32_t)number;
     return e;
 }
 
-/* All of an event is of one writer and number; numbers of a writer rise. */
+/* All of an event comes from one writer and number. Numbers of a writer rise. */
 static void read_events(writer *w) {
     enum { BYTES = offsetof(ra_event, status) + sizeof(int32_t) };     /* without the padding */
     ra_event e[RA_EVENTS];
@@ -1722,7 +1723,7 @@ static void *write_events(void *arg) {
     return NULL;
 }
 
-/* Several threads write and read at the same time: no event is made of two. */
+/* Several threads write and read at the same time. No event is a mixture of two. */
 TEST(events_are_whole) {
     rig *g = rig_new(1, 64, 1);
     pthread_t id[WRITERS];
@@ -1742,7 +1743,7 @@ TEST(events_are_whole) {
 }
 
 /* Rank 0 of a bundled world gives up with receives 0 and 2 of one flow, and 1 of another between
- * them, into which a copy is under way: it has to wait there while it takes its ops back. */
+ * them, into which a copy is in progress: taking its ops back, it has to wait for that. */
 typedef struct giver_up { const ra_transport *net; ra_transport_op *ops[3]; } giver_up;
 
 static void *give_up(void *arg) {
@@ -1762,8 +1763,8 @@ static ra_transport_op op_of(int kind, int peer, int channel, uint64_t *buf) {
     return op;
 }
 
-/* What a peer that has not heard of it sends meanwhile comes into the next receive of its flow, not
- * into the one behind it. */
+/* What a peer that has not heard of it sends meanwhile goes into the next receive of its flow, not
+ * into the one after it. */
 TEST(ops_are_taken_back_from_the_last) {
     uint64_t got[3] = { 0, 0, 0 }, sent = 7;
     ra_transport_op in[3], out = op_of(RA_MSG_SEND, 0, 0, &sent);

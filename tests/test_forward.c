@@ -6,7 +6,7 @@
 #include "oracle.h"
 #include "world.h"
 
-static double largest_plain;           /* error of O over unit-normal problems with f32 K, V, O */
+static double largest_plain;           /* error of O, unit-normal problems with f32 K, V, O */
 
 static verdict compare(const problem *p, const setup *s) {
     verdict w = world_compare(p, s);
@@ -50,7 +50,7 @@ TEST(dtypes) {
     for (int64_t i = 0; i < 81 * n; i++) random_case(i, &w, (int32_t)(i % 81));
 }
 
-/* Each score change alone, then each pair, over each layout. */
+/* Each score change alone, then every two of them, over each layout. */
 TEST(score_changes) {
     wish w = { -1, 0, 0, 0, 3e6 };
     int64_t i = 0, n = h_run.large ? 20 : 1;
@@ -72,7 +72,7 @@ TEST(everything_at_random) {
 }
 
 /* -------------------------------------------------------------------------- by hand */
-/* Data, comparison over `ranks` in a layout, and the end of the problem. */
+/* Makes the data, compares over `ranks` ranks in a layout, and ends the problem. */
 static verdict compare_on(problem *p, int ranks, int32_t layout) {
     h_rng r = h_case_rng(h_run.case_now < 0 ? 0 : h_run.case_now);
     verdict w;
@@ -89,7 +89,7 @@ TEST(world_sizes) {
     int64_t i = 0;
     for (int a = 0; a < 21; a++) {
         int64_t P = worlds[a / 3], tokens[6];
-        tokens[0] = 31;                /* no multiple of 8 */
+        tokens[0] = 31;                /* not a multiple of 8 */
         tokens[1] = 5 * P - (P - 1);   /* the last rank short by P - 1 */
         tokens[2] = 1;
         tokens[3] = 3;                 /* ranks without tokens */
@@ -202,7 +202,7 @@ TEST(cross_attention) {
     }
 }
 
-/* The error must not grow with the number of ranks. */
+/* The error does not grow with the number of ranks. */
 TEST(error_over_1_to_64_ranks) {
     double most = 0, first = 0;
     int step = h_run.large ? 1 : 3, worst = 0;
@@ -262,7 +262,7 @@ TEST(huge_scores) {
         setup_plain(&s, 3, RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 3));
         s.isa = random_isa(&r);
         problem_signs(&p, sizes[i % 5], &r);
-        for (k = 0; k < p.k_max && i >= 10; k++) {      /* equal except one that dominates */
+        for (k = 0; k < p.k_max && i >= 10; k++) {      /* equal, except one that dominates */
             p.k[k * p.Dk] = k == 77 ? 1.0f : -1.0f;
             if (sizes[i % 5] < 0) p.k[k * p.Dk] *= -1;
         }
@@ -271,7 +271,7 @@ TEST(huge_scores) {
     }
 }
 
-/* 2^32 is 22.2 in natural logarithms. */
+/* 2^32 is e^22.2. */
 TEST(sums_past_the_limit) {
     static const int32_t isas[4] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_NEON };
     static const float rises[3] = { 5, 16, 200 };
@@ -290,9 +290,9 @@ TEST(sums_past_the_limit) {
     }
 }
 
-/* A bias takes the scores of the first block close to the lowest float: that is a maximum, and no
- * weight is left of it. Or those of the second so far up that weights come close to the limit of l:
- * values of 1e28 stay finite. */
+/* A bias moves the scores of the first block close to the lowest float. That is a maximum, but no
+ * weight remains. Or it moves those of the second block so far up that weights come close to the
+ * limit of l: values of 1e28 stay finite. */
 TEST(scores_near_the_limits) {
     static const int32_t isas[4] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_NEON };
     enum { ROWS = 20, KEYS = 128, D = 8 };
@@ -322,7 +322,7 @@ TEST(scores_near_the_limits) {
     }
 }
 
-/* Rows whose interval is empty: exactly 0 and -inf, with a sink 0 and the sink. */
+/* Rows whose interval is empty: O is exactly 0, and the LSE -inf or the sink. */
 TEST(rows_without_keys) {
     for (int64_t i = 0; i < 12; i++) {
         problem p;
@@ -351,8 +351,8 @@ TEST(rows_without_keys) {
     }
 }
 
-/* NaN in one row of Q, K or V must appear where the oracle has it and nowhere else. Each ISA,
- * each dtype. */
+/* NaN in one row of Q, K or V must appear where the oracle has it and nowhere else. For each ISA
+ * and each dtype. */
 TEST(one_nan) {
     for (int64_t i = 0; i < 9 * 4 * MASKS; i++) {
         problem p;
@@ -379,7 +379,7 @@ TEST(one_nan) {
     }
 }
 
-/* Every key that no query sees holds NaN or infinity; so do empty cells and gaps, always. */
+/* Every key that no query sees holds NaN or infinity. So do empty cells and gaps, in every test. */
 TEST(nan_in_everything_unseen) {
     wish w = { 0, -1, 0, -1, 4e5 };
     int64_t q, hidden = 0;
@@ -414,7 +414,7 @@ TEST(nan_in_everything_unseen) {
     if (h_run.only_case < 0) CHECK(hidden > 1000);
 }
 
-/* A bias of -inf is how engines hand over masks of their own: such a key has no weight. */
+/* Engines pass their own masks as a bias of -inf: such a key has no weight. */
 TEST(bias_of_minus_infinity) {
     enum { T = 200 };
     static float bias[T], q[T * 8], k[T * 8], v[T * 8], o[T * 8], lse[T];
@@ -426,7 +426,7 @@ TEST(bias_of_minus_infinity) {
     truth want_;
     problem_shape(&p, T, 1, 1, 8, 8);
     problem_data(&p, &r);
-    for (int64_t i = 0; i < T; i++) {          /* the whole first block and two in three after it */
+    for (int64_t i = 0; i < T; i++) {          /* the whole first block and 2 of 3 after it */
         p.absent[i] = i < 70 || i % 3;
         bias[i] = p.absent[i] ? -HUGE_VALF : 0;
     }
@@ -448,8 +448,8 @@ TEST(bias_of_minus_infinity) {
     problem_free(&p);
 }
 
-/* One visible key: O is its V, rounded once. Every finite 16-bit pattern as V, and f32 values near
- * ties and limits of the 16-bit formats. What is subnormal as f32 may become 0. */
+/* One visible key: O is its V, rounded once. V is every finite 16-bit pattern, and f32 values near
+ * ties and limits of the 16-bit formats. What is subnormal in f32 may become 0. */
 TEST(one_key_gives_its_value) {
     for (int64_t i = 0; i < 12; i++) {
         problem p;
@@ -496,7 +496,7 @@ TEST(one_key_gives_its_value) {
     }
 }
 
-/* The highest positions there are, from RUNS and from ARRAY: nothing wraps around. */
+/* The highest possible positions, in RUNS and in ARRAY: nothing wraps around. */
 TEST(positions_near_the_limit) {
     static const int masks[4] = { M_CAUSAL, M_WINDOW, M_BOTH, M_NONE };
     int64_t k;
@@ -514,7 +514,7 @@ TEST(positions_near_the_limit) {
         problem_data(&p, &r);
         k = p.q_offset + p.q_max;
         s.shift = RA_MAX_POSITION - (k > p.k_max ? k : p.k_max);
-        if (s.layout == RA_LAYOUT_RUNS) {               /* tables of their own for both */
+        if (s.layout == RA_LAYOUT_RUNS) {               /* separate tables for both */
             int n = 0;
             for (k = 0; k < s.ranks; k++) n += s.q_run_count[k];
             for (k = 0; k < n; k++) s.q_runs[k].first += s.shift;
@@ -552,8 +552,8 @@ static ra_state state_new(const problem *p) {
 
 static void state_free(ra_state *s) { free(s->m); free(s->l); free(s->acc); }
 
-/* Folds the keys whose piece is `piece`, as one run or as cells in any order with empty ones among
- * them (NaN there). f32, packed. */
+/* Folds the keys whose piece is `piece`, as one run or as cells in any order with empty ones
+ * between them (which have NaN). f32, packed. */
 static void fold_piece(const problem *p, const ra_desc *whole, const ra_state *s,
                        const int *pieces, int piece, h_rng *r) {
     int32_t *cells = (int32_t *)malloc((size_t)(2 * p->k_max + 8) * sizeof *cells);
@@ -614,7 +614,7 @@ static void check_finish(const problem *p, const ra_desc *d, const ra_state *s) 
     outcome_free(&r);
 }
 
-/* Random pieces into two states, these into an empty third, and an empty one into that. */
+/* Random pieces go into two states, these into an empty third one, and an empty one into that. */
 static void fold_and_merge(const problem *p, const ra_desc *d, h_rng *r) {
     ra_state s[4];
     float *before = floats(p->B * p->q_max * p->Hq * p->Dv);
@@ -664,8 +664,8 @@ TEST(fold_merge_finish) {
     }
 }
 
-/* Normalised partials of n sets of keys, one after the other, against all keys at once. Sets may
- * be empty: lse -inf next to garbage. */
+/* Normalised partial results of n sets of keys, merged one after another, against all keys at once.
+ * Sets may be empty: lse -inf beside any values. */
 static void merge_partials(int sets, int64_t keys_a_set, float spread) {
     enum { D = 8, ROWS = 3 };
     h_rng r = h_case_rng(sets);
@@ -726,7 +726,7 @@ TEST(merge_corners) {
     CHECK_BITS(o, o2, sizeof o);
     CHECK(lse == 0);
     memcpy(o, keep, sizeof keep);
-    lse = -7; lse2 = -inf; o2[0] = (float)NAN; o2[1] = inf;   /* neutral, next to any value */
+    lse = -7; lse2 = -inf; o2[0] = (float)NAN; o2[1] = inf;   /* neutral, beside any value */
     ra_merge(o, &lse, o2, &lse2, 1, 2);
     CHECK_BITS(o, keep, sizeof keep);
     CHECK(lse == -7);
@@ -743,7 +743,7 @@ TEST(merge_corners) {
 }
 
 /* -------------------------------------------------------------------------- L1 */
-/* Same bits for every nth and order of threads; a byte less of workspace is refused. */
+/* The bits are the same for every nth and order of threads. A byte less of workspace is refused. */
 TEST(attention_threads) {
     wish w = { -1, 0, 1, -1, 2e6 };
     int64_t n = 40;
@@ -755,7 +755,7 @@ TEST(attention_threads) {
         size_t o_bytes, lse_bytes;
         if (!h_case(i)) continue;
         random_problem(&p, &rng, &w);
-        if (i % 3 == 0) {                               /* decoding: its own form */
+        if (i % 3 == 0) {                               /* the decoding form */
             p.q_max = 0;
             for (int b = 0; b < p.B; b++) {
                 p.tq[b] = h_range(&rng, 1, 4);
@@ -808,9 +808,9 @@ TEST(attention_workspace) {
     CHECK_EQ(ra_attention_bytes(&d, 1), 0);
 }
 
-/* Decoding: 1 to 4 queries (in a form of their own), or 5 (which have not), after many keys, from
- * any dtypes, with NaN in every key that nobody sees and sometimes in one that is seen. */
-/* K or V or both of some problems in q8_0. */
+/* Decoding: 1 to 4 queries, which take the decoding form, or 5, which do not, after many keys of
+ * any dtypes. Every key that no row sees has a NaN, and sometimes one that is seen. */
+/* Gives K or V or both of some problems in q8_0. */
 static void random_q8_0(problem *p, h_rng *r) {
     int which = (int)h_range(r, 0, 8);
     if (which >= 4 || which == 0) return;
@@ -818,7 +818,7 @@ static void random_q8_0(problem *p, h_rng *r) {
     if (which & 2) { p->v_dtype = RA_Q8_0; p->Dv = (p->Dv + 31) / 32 * 32; }
 }
 
-/* Every layout, transport and way to call, with K and V of q8_0, and with V a part of K. */
+/* Every layout, transport and kind of call, with K and V in q8_0, also with V a part of K. */
 TEST(q8_0_everywhere) {
     wish w = { -1, 0, 0, -1, 2e6 };
     for (int64_t i = 0; i < (h_run.large ? 1000 : 40); i++) {
@@ -842,15 +842,15 @@ TEST(q8_0_everywhere) {
     }
 }
 
-/* A cache in q8_0 with scales of every kind, and what a row of it must come to. */
+/* A cache in q8_0 with scales of every kind, and the result for a row of it. */
 typedef struct q8_case {
     int32_t q_heads, kv_heads, k_dim, v_dim, keys, row_bytes[2];
     float *q, *o, *lse;
     uint8_t *kv[2];
 } q8_case;
 
-/* Blocks: whole steps of 2^-6, or of powers of two up to 2^12 apart; zero and negative scales, -0;
- * only extremes, only zeros. */
+/* Blocks are whole steps of 2^-6, or powers of two up to 2^12 apart; scales are zero, negative or
+ * -0; some blocks have only extremes or only zeros. */
 static void q8_fill(uint8_t *block, int64_t n, int wild, h_rng *r) {
     for (; n > 0; n--, block += 34) {
         const int kind = wild ? (int)h_range(r, 0, 7) : 0;
@@ -879,8 +879,8 @@ static double q8_value(const uint8_t *row, int32_t d, double *most) {
     return (double)scale * (int8_t)row[d / 32 * 34 + 2 + d % 32];
 }
 
-/* Head h against double precision. step: of q, relative to its largest magnitude, and of weights,
- * relative to the largest of 16 keys. */
+/* Head h against double precision. step: error of q relative to its largest magnitude, and of a
+ * weight relative to the largest of 16 keys. */
 static void q8_check(const q8_case *c, int32_t h, double step) {
     const int32_t kv_head = h / (c->q_heads / c->kv_heads), n = c->keys;
     const float *q = c->q + h * c->k_dim;
@@ -940,8 +940,8 @@ static void q8_run(const q8_case *c, int32_t isa) {
     free(memory);
 }
 
-/* A NaN in a scale of V reaches the 32 dims of its block in the rows of its head, one in K or in q
- * all dims of the rows that see it, and neither any other row. */
+/* A NaN in a scale of V reaches the 32 dims of its block in the rows of its head. One in K or q
+ * reaches all dims of the rows that see it. Neither reaches any other row. */
 static void q8_nan(const q8_case *c, int32_t isa, h_rng *r) {
     const int32_t which = (int32_t)h_range(r, 0, 2), group = c->q_heads / c->kv_heads;
     const int32_t j = (int32_t)h_range(r, 0, c->keys - 1);
@@ -997,7 +997,7 @@ TEST(q8_0_scales) {
     }
 }
 
-/* To q8_0 and back: within half a step of the scale. 16-bit numbers and f32 are kept to the bit. */
+/* To q8_0 and back: within half a step of the scale. 16-bit numbers in f32 keep their bits. */
 TEST(convert) {
     enum { N = 320 };
     static float x[N], y[N], z[N];
@@ -1025,7 +1025,7 @@ TEST(convert) {
     memset(packed, 1, 34);             /* a block that does not reach 127 stays as it is */
     CHECK_EQ(ra_convert(half, RA_Q8_0, packed, RA_Q8_0, 32), RA_OK);
     CHECK_BITS(half, packed, 34);
-    for (int i = 0; i < 32; i++) x[i] = i ? (float)i : NAN;  /* numbers that q8_0 has not */
+    for (int i = 0; i < 32; i++) x[i] = i ? (float)i : NAN;  /* numbers that q8_0 lacks */
     x[1] = HUGE_VALF;
     x[2] = -1e30f;
     CHECK_EQ(ra_convert(packed, RA_Q8_0, x, RA_F32, 32), RA_OK);
@@ -1078,7 +1078,7 @@ TEST(decoding) {
     }
 }
 
-/* One rank, positions as runs or as cells that come with the call. */
+/* One rank, with positions that come with the call, as runs or as cells. */
 TEST(attention_at_positions) {
     wish w = { -1, 0, 1, -1, 1.5e6 };
     int64_t n = h_run.large ? 2000 : 80;
@@ -1099,7 +1099,7 @@ TEST(attention_at_positions) {
     }
 }
 
-/* One kv head of a cache that `tokens` rows of `heads` heads read; the last keys are theirs. */
+/* One kv head of a cache that `tokens` rows of `heads` heads read; the last keys are their own. */
 typedef struct company {
     int32_t dtype, isa, dim, keys, heads, tokens, window;
     void *k, *v, *q;
@@ -1126,7 +1126,7 @@ static void company_call(const company *c, int32_t token, int32_t tokens, int32_
     d.isa = c->isa;
     t.q.data = (const uint8_t *)c->q + (token * c->heads + head) * c->q_row;
     t.q.token_stride = c->heads * c->q_row;
-    t.q.batch_stride = 16;             /* overlaps: the other sequences are company only */
+    t.q.batch_stride = 16;             /* overlaps: other sequences only take part */
     t.k.data = c->k;
     t.v.data = c->v;
     t.k.batch_stride = t.v.batch_stride = c->row * 64;
@@ -1159,8 +1159,8 @@ static void company_check(const company *c) {
 }
 
 /* Decoding: a row has the same bits alone and beside up to 15 others, of its token, of later tokens
- * and of other sequences, and on any number of threads. Scores grow along the cache, so that
- * maxima rise. */
+ * and of other sequences, and with any number of threads. Scores grow along the cache, so maxima
+ * rise. */
 TEST(row_bits_do_not_depend_on_company) {
     static const int32_t isas[4] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512,
                                      RA_ISA_AVX512_BF16 };
@@ -1204,8 +1204,8 @@ TEST(row_bits_do_not_depend_on_company) {
     }
 }
 
-/* A sequence of one row in a batch whose other one has more, with one query head per KV head or
- * two: the bits it has alone, whatever the workspace held before. */
+/* A sequence of one row in a batch whose other sequence has more rows, with one query head per KV
+ * head or two: the row has the bits that it has alone, whatever the workspace held before. */
 TEST(short_row_in_a_longer_batch) {
     enum { D = 32, KEYS = 100, MOST = 16, HEADS = 6, ROWS = KEYS + MOST };
     static float q[2][MOST][2 * HEADS][D], o[2][MOST][2 * HEADS][D], alone[2 * HEADS][D];
@@ -1214,7 +1214,7 @@ TEST(short_row_in_a_longer_batch) {
         h_rng r = h_case_rng(i);
         const int32_t most = (int32_t)(i % MOST) + 1, isa = (int32_t)(i / MOST % 4) + RA_ISA_SCALAR;
         const int32_t dtype = (int32_t)(i / MOST / 4) + RA_F32;
-        const int32_t group = most > 8 ? 1 : (int32_t)h_range(&r, 1, 2);   /* form of decoding */
+        const int32_t group = most > 8 ? 1 : (int32_t)h_range(&r, 1, 2);   /* decoding form */
         const int64_t tokens[2] = { most, 1 }, kv_tokens[2] = { KEYS + most, KEYS + 1 };
         ra_desc d = ra_desc_make(HEADS * group, HEADS, D, RA_F32, RA_MASK_CAUSAL);
         const int64_t row = dtype == RA_Q8_0 ? 34 : dtype == RA_F32 ? 4 * D : 2 * D;
@@ -1257,9 +1257,9 @@ TEST(short_row_in_a_longer_batch) {
     }
 }
 
-/* Keys that a bias of -inf hides are as those that intervals mask, to the bit: whole blocks, with
- * NaN in K and V, and parts of blocks. Decoding, short and prefill; heads that share a bias or
- * have their own; a row that sees no key. */
+/* Keys that a bias of -inf hides have the effect of keys that intervals mask, to the bit: whole
+ * blocks, with NaN in K and V, and parts of blocks. Decoding, short calls and prefill; heads that
+ * share a bias or have their own; a row that sees no key. */
 TEST(hidden_blocks_are_as_masked) {
     enum { D = 40, KEYS = 1300, HEADS = 4, ROWS = 70, ALL = HEADS * ROWS * KEYS };
     static const int32_t tokens[4] = { 1, 3, 8, ROWS };
@@ -1386,9 +1386,9 @@ TEST(modified_decode_is_as_beside_another_row) {
     }
 }
 
-/* One cache for several sequences, with a sequence and a position for each cell, as documents of
- * SPAN positions: cells in any order, empty ones with NaN, a window and kept tokens of each
- * sequence, new tokens of all of them in one call. */
+/* One cache for several sequences, with a sequence and a position per cell, as documents of SPAN
+ * positions: cells in any order, empty ones with NaN, a window and kept tokens per sequence, and
+ * new tokens of all of them in one call. */
 enum { CELLS = 330, CELL_DIM = 24, SPAN = 1 << 20 };
 
 typedef struct shelf {
@@ -1434,7 +1434,7 @@ static void cells_fill(shelf *x, h_rng *r, int rows) {
             x->v[i] = x->at[c] < 0 ? (float)NAN : (float)h_normal(r);
         }
     }
-    for (int c = CELLS - rows - 1; c > 0; c--) {       /* in any order */
+    for (int c = CELLS - rows - 1; c > 0; c--) {       /* shuffles them */
         const int other = (int)h_range(r, 0, c);
         const int32_t at = x->at[c];
         if ((x->at[c] < 0) != (x->at[other] < 0)) continue;
@@ -1480,8 +1480,8 @@ TEST(sequences_in_one_cache) {
     }
 }
 
-/* A bias of f16 or bf16 gives the bits of the same numbers in f32, with -inf among them as in a
- * mask; decoding, short and prefill, and every kind of broadcast. */
+/* A bias of f16 or bf16 gives the bits of the same numbers in f32, also with -inf as in a mask;
+ * decoding, short calls and prefill, and every kind of broadcast. */
 TEST(bias_in_16_bits) {
     static const int32_t tokens[3] = { 1, 8, 70 };
     enum { D = 40, KEYS = 150, HEADS = 4, ALL = HEADS * 70 * KEYS };
@@ -1557,8 +1557,8 @@ TEST(many_short_runs) {
     }
 }
 
-/* Runs of whole blocks in order hold the rows of CONTIGUOUS: the same bits without a mask, with
- * every length of messages, in every call, and of keys alone for a few query rows. */
+/* Runs of whole blocks in order hold the rows of CONTIGUOUS: without a mask the bits are the same
+ * for every length of messages and every call, and with runs of keys alone for few query rows. */
 TEST(runs_of_whole_blocks_keep_the_bits) {
     enum { N = 21, T = 64 * 70 };
     static const int64_t lengths[N] = { 64, 64, 128, 64, 64, 64, 256, 64, 64, 512, 64, 64, 64, 128,
@@ -1607,8 +1607,8 @@ TEST(runs_of_whole_blocks_keep_the_bits) {
     }
 }
 
-/* A ring-buffer cache: key p in cell p mod cells, so out of order, with cells not yet filled, and a
- * kept prefix that is never overwritten. */
+/* A ring-buffer cache: key p is in cell p mod cells, so keys are out of order, some cells are not
+ * filled yet, and a kept prefix is never overwritten. */
 TEST(ring_buffer_cache) {
     for (int64_t i = 0; i < 36; i++) {
         problem p;
@@ -1711,7 +1711,7 @@ TEST(a_ring_serves_several_plans) {
     }
 }
 
-/* The plain signature: prefill, chunks after a past, decode, windows. */
+/* ra_attention_simple: prefill, chunks after a past, decoding, windows. */
 TEST(simple_signature) {
     static const int dims[6] = { 64, 128, 8, 80, 256, 3 };
     for (int64_t i = 0; i < 90; i++) {

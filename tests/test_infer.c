@@ -1,5 +1,5 @@
-/* examples/infer: a tiny model that this file writes as GGUF itself, run on 1 to 8 ranks and held
- * against a plain forward pass in double precision; guesses, sampling, and files that are
+/* examples/infer: a tiny model that this file writes as GGUF itself, run on 1 to 8 ranks and
+ * compared with a plain forward pass in double precision; guesses, sampling, and files that are
  * truncated or damaged at every byte. */
 #define _DEFAULT_SOURCE 1
 #define _POSIX_C_SOURCE 200809L
@@ -81,7 +81,8 @@ static void put_array(file *f, const char *key, int type) {
     put_number(f, WORDS, 8);
 }
 
-/* Token 0 is unknown, 1 ends a text, 2 is a byte, the others are a blank, letters and pairs. */
+/* Token 0 is unknown, 1 ends a text, 2 is a byte; the others are a blank, letters and two
+ * letters. */
 static void word(int i, char out[16]) {
     if (i == 0) snprintf(out, 16, "<unk>");
     else if (i == 1) snprintf(out, 16, "</s>");
@@ -164,7 +165,7 @@ static void add_weights(file *f, const shape *s) {
     if (s->extra_tensor) add_weight(f, s, s->extra_tensor, DIM, 0);
 }
 
-/* Each weight is rounded to its dtype, and exact is what that is in f32. */
+/* Each weight is rounded to its dtype; `exact` is the rounded weight in f32. */
 static void put_weights(file *f) {
     static const uint32_t code[] = { 0, 0, 1, 30, 8 };
     uint64_t offset = 0;
@@ -326,9 +327,9 @@ static void plain_token(const file *f, const shape *s, plain *c, int token, int 
     plain_logits(f, s, x, logits);
 }
 
-/* The same for one layer and any number of tokens: then keys follow from a token and its position
- * alone. turn[j]: cosines and sines of position j. Returns the greatest weight of a key, and at
- * which position that is. */
+/* The same for one layer and any number of tokens: keys then depend only on a token and its
+ * position. turn[j]: cosines and sines of position j. Returns the largest weight of a key, and its
+ * position. */
 typedef struct turns { double c[DIM / 2], s[DIM / 2]; } turns;
 
 static void turned(double *y, const double *x, const turns *t) {       /* halves */
@@ -398,7 +399,7 @@ static void prompt_of(int32_t *prompt, h_rng *r) {
 }
 
 /* One shape with one chunk on the first `most` of these numbers of ranks: the logits have the same
- * bits, and are those of the plain pass. Returns the last result. */
+ * bits for all, and match the plain pass. Returns the last result. */
 static infer_result on_ranks(const file *f, const shape *s, const model *m, int64_t chunk,
                              const int32_t *prompt, int most) {
     static plain c;
@@ -534,8 +535,8 @@ static int broken_quiesce(void *ctx, int64_t deadline_ns) {
     return b->quiesce;
 }
 
-/* Where tokens cannot be shared, the other ranks are stopped and the receive is over before its
- * memory is freed; if it is not over, the memory is kept. */
+/* If tokens cannot be shared, the other ranks are stopped, and the receive has ended before its
+ * memory is freed. If it has not ended, the memory is kept. */
 TEST(tokens_cannot_be_shared) {
     static const int ends[] = { RA_OK, RA_E_UNSAFE };
     for (int i = 0; i < 2; i++) {
@@ -568,7 +569,7 @@ TEST(tokens_cannot_be_shared) {
 }
 
 #if defined(__linux__) && defined(__LP64__)
-/* The same over a transport that carries no message longer than the engine says, with keys that do
+/* The same on a transport whose messages are no longer than the engine requires, with keys that do
  * not fit: their queries travel. */
 static ra_status on_rank_in_shm(ra_world *world, int rank, void *user) {
     apart *a = (apart *)user;
@@ -659,7 +660,7 @@ TEST(guesses) {
     free_file(&f);
 }
 
-/* Tokens are drawn as often as softmax says, and never what top-k or top-p leaves out. */
+/* Tokens are drawn as often as softmax says, and never those that top-k or top-p excludes. */
 TEST(sampling) {
     enum { N = 6, DRAWS = 60000 };
     static const float logits[N] = { 0.5f, 2.0f, -1.0f, 1.0f, 1.5f, -80.0f };
@@ -689,7 +690,7 @@ TEST(sampling) {
     }
 }
 
-/* A cache in fewer bits, all threads, and what a call may not request. */
+/* A cache in fewer bits, all threads, and refused options. */
 TEST(options) {
     file f;
     gguf g;
@@ -735,7 +736,7 @@ TEST(options) {
     free_file(&f);
 }
 
-/* A prompt that is long enough for a rank to share its attention among threads. */
+/* A prompt long enough for the threads of a rank to share its attention. */
 TEST(threads_of_a_rank) {
     enum { LONG = 90 };
     file f;
@@ -774,8 +775,8 @@ static void make_turns(turns *turn, int64_t n) {
         }
 }
 
-/* The rows at these positions are those of double precision. Returns how many of them look most at
- * a key in the first half of what they see. */
+/* Compares the rows at these positions with double precision. Returns how many of them have their
+ * largest weight in the first half of what they see. */
 static int64_t long_rows(const file *f, const shape *s, const turns *turn,
                          const infer_result *got, const int64_t *at, int64_t count) {
     double logits[WORDS];
@@ -790,12 +791,12 @@ static int64_t long_rows(const file *f, const shape *s, const turns *turn,
 
 /* A cache of 2^20 positions on 8 ranks (--long, 30 s of processor time; otherwise 20,000 on 3), of
  * a model with one layer whose rows look at a few keys each. 64 needles are spread over the prompt,
- * each in a call of its own. From a needle to the end of its call all rows attend to what is
- * cached: up to 512 rows, and in the last call all 4092. The logits of needles, of the last token
- * of the prompt and of those that follow are held against double precision.
+ * each in a separate call. From a needle to the end of its call all rows attend to what is cached:
+ * up to 512 rows, and in the last call all 4092. The logits of needles, of the last token of the
+ * prompt and of the tokens after it are compared with double precision.
  *
- * A second layer would give every token of the prompt queries in the first: 2^39 scores per head,
- * some 200 s of processor time. */
+ * A second layer would need queries of every token of the prompt in the first layer: 2^39 scores
+ * per head, about 200 s of processor time. */
 TEST(a_million_tokens) {
     enum { ROWS = 4, NEEDLES = 64, CHUNK = 4096 };
     static const shape one = { "qwen3", RA_F32, 0, 1, 0, 0, NULL, NULL, NULL, NULL, 1, 1 << 20,
@@ -839,7 +840,7 @@ TEST(a_million_tokens) {
 }
 
 /* -------------------------------------------------------------------------- wrong files */
-/* Opens a file and, if that is possible, cuts a text and runs a few tokens. Returns 1 if it could;
+/* Opens a file and, if that works, tokenizes a text and runs a few tokens. Returns 1 if it worked;
  * otherwise there is a sentence. The copy ends where the file ends, for the sanitizer. */
 static int try_file(const uint8_t *data, size_t size, char why[INFER_WHY]) {
     static const int32_t prompt[] = { 4, 5, 6, 7, 8 };
@@ -883,7 +884,7 @@ TEST(truncated_at_every_byte) {
     size_t end = f.size;
     for (size_t n = 0; n < f.size; n += n < f.head ? 1 : 61)
         if (try_file(f.data, n, why)) { end = n; break; }
-    CHECK(f.size - end < 32);          /* nothing but padding may be missing */
+    CHECK(f.size - end < 32);          /* only padding may be missing */
     CHECK(try_file(f.data, f.size, why));
     free_file(&f);
 }
@@ -933,7 +934,7 @@ TEST(sentences) {
     }
 }
 
-/* Pairs join by score, a blank comes first, and what no token has becomes bytes or the unknown
+/* Neighbours join by score, a blank comes first, and what no token has becomes bytes or the unknown
  * token. */
 TEST(tokens_of_a_text) {
     static const int32_t want[] = { 3, 30, 6, 3, 34, 9, 1, 5, 2, 0 };

@@ -1,9 +1,9 @@
-/* Every order in which the ranks of a small ring can take their steps. Two or three ranks with a
- * chunk or two each; a step is one ra_step of a rank, in which its network takes all ops, or only
- * receives, or tells nothing, or in which it cancels. All states that can be reached are visited
- * once: a state is all memory of rings, network and outputs, so that orders with the same effect
- * meet again. In each state somebody must be able to go on, and where all ranks are through their
- * rows have the bits of one rank. */
+/* Every order in which the ranks of a small ring can take their steps. Two or three ranks have a
+ * chunk or two each. A step is one ra_step of a rank, in which its network takes all ops, or only
+ * receives, or reports nothing, or in which the rank cancels. Every reachable state is visited
+ * once. A state is all memory of rings, network and outputs, so orders with the same effect meet
+ * again. In each state some rank can continue, and where all ranks have finished, their rows have
+ * the bits of one rank. */
 #include "ringattn.h"
 #include "tests/harness.h"
 
@@ -15,7 +15,7 @@ enum { CALM, RECEIVES_ONLY, TELLS_NOTHING, CANCELS, WAYS };
 
 typedef struct flow { ra_transport_op *op[OPS]; int64_t n; } flow;
 
-/* All that changes. It stays where it is: rings have pointers into it. */
+/* All that changes. It never moves, because rings have pointers into it. */
 typedef struct world {
     flow queue[2][RANKS][RANKS][CHANNELS]; /* sends, receives: [from][to] */
     int64_t aborted, over[RANKS], end[RANKS];
@@ -36,7 +36,7 @@ static flow *flow_of(const seat *s, const ra_transport_op *op) {
     return &now.queue[1][op->peer][s->rank][op->channel];
 }
 
-/* The first send of a flow and its first receive; both owners are told in their next poll. */
+/* Moves the first send of a flow to its first receive; both owners learn it in their next poll. */
 static void meet(flow *sends, flow *receives) {
     while (sends->n && receives->n) {
         ra_transport_op *out = sends->op[0], *in = receives->op[0];
@@ -92,10 +92,10 @@ static int quiesce(void *ctx, int64_t deadline_ns) {
 }
 
 /* -------------------------------------------------------------------------- rings */
-/* ways: how many of the choices of a rank are taken, from CALM on. */
+/* ways: how many choices of a rank are used, from CALM on. */
 typedef struct shape { int ranks, mask, layout, tokens, trusts, ways; } shape;
 
-static int64_t still(void *ctx) {      /* states do not differ by their time */
+static int64_t still(void *ctx) {      /* states do not differ in time */
     (void)ctx;
     return 1;
 }
@@ -190,7 +190,7 @@ static void step(int rank) {
     now.end[rank] = s;
 }
 
-/* All ranks are through. */
+/* All ranks have finished. */
 static void check_end(const shape *x) {
     float want[TOKENS * ROW];
     ends++;
@@ -219,7 +219,7 @@ static int choose(const shape *x, int i) {
     return 1;
 }
 
-/* From the state at hand, depth first. */
+/* Visits what follows the state at hand, depth first. */
 static void visit_all(const shape *x) {
     typedef struct frame { int next, calm; world *at; } frame;
     static frame stack[DEPTH];
@@ -233,7 +233,7 @@ static void visit_all(const shape *x) {
         while (depth >= 0) {           /* the next new state, from the deepest that has one */
             f = &stack[depth];
             if (f->next == x->ranks * x->ways || h_run.bad) {
-                CHECK(f->calm || h_run.bad);      /* otherwise nobody could go on */
+                CHECK(f->calm || h_run.bad);      /* otherwise no rank could continue */
                 if (--depth < 0) break;
                 continue;
             }

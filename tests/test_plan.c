@@ -1,6 +1,6 @@
-/* Plans. Proves their figures by formulas derived by hand, by brute force over all pairs, and by
- * the counters of runs; and their memory: workspaces are exact to the byte, and a pass allocates
- * nothing. */
+/* Plans. Proves their figures by formulas derived by hand, by brute force over all (query, key)
+ * pairs, and by the counters of runs. Proves their memory: workspaces are exact to the byte, and a
+ * pass allocates nothing. */
 #define _POSIX_C_SOURCE 200112L
 #include "hooks.h"
 #include <math.h>
@@ -10,7 +10,7 @@
 #include "oracle.h"
 #include "world.h"
 
-/* Lookups so far: the library asserts one invariant in each step of a walk or of a bisection. */
+/* Lookups so far: the library asserts one invariant per step of a walk or bisection. */
 static int64_t lookups(void) {
     return hook_asserts;
 }
@@ -58,8 +58,8 @@ static void shape_for_hops(problem *p, setup *s, int64_t tokens, int ranks, int3
     s->chunk_tokens = 64;
 }
 
-/* Totals in shards, twice, at P ranks with shards of n blocks: unpruned P(P-1); causal contiguous
- * up P(P-1)/2; zigzag down 3P(P-1)/4, up (2P-1)(P-1)/2; striped P(P-1). */
+/* Totals, twice, in shards, on P ranks with shards of n blocks: not pruned P(P-1); causal
+ * contiguous up P(P-1)/2; zigzag down 3P(P-1)/4, up (2P-1)(P-1)/2; striped P(P-1). */
 TEST(travel_of_causal_masks) {
     int up;
     for (int P = 2; P <= 8; P++) for (int n = 2; n <= 4; n += 2) {
@@ -103,7 +103,7 @@ TEST(travel_without_a_mask) {
     }
 }
 
-/* A window of T/16 at P = 8: 3.5 shards contiguous, 28 zigzag in either direction, 56 striped; and
+/* A window of T/16 at P = 8: 3.5 shards contiguous, 28 zigzag in either direction, 56 striped. And
  * a window of a block, or a token: what is within a shard does not travel. */
 TEST(travel_of_windows) {
     static const int64_t windows[4] = { 64, 1, 65, 129 };
@@ -123,8 +123,9 @@ TEST(travel_of_windows) {
     }
 }
 
-/* Hop by hop, by hand: 3 ranks, 200 tokens, more than one kind of rounding. Too few blocks for the
- * grid (4 < 6), so shards of 67, 67, 66 tokens; causal, upwards: rank 0's keys go to 1 and 2. */
+/* Hop by hop, by hand: 3 ranks, 200 tokens, several kinds of rounding. There are too few blocks for
+ * the grid (4 < 6), so shards have 67, 67, 66 tokens; causal, upwards: rank 0's keys go to 1 and
+ * 2. */
 TEST(bytes_to_the_byte) {
     problem p;
     setup s = { 0 };
@@ -138,7 +139,7 @@ TEST(bytes_to_the_byte) {
     p.mask.kind = RA_MASK_CAUSAL;
     s.ranks = 3;
     s.layout = RA_LAYOUT_CONTIGUOUS;
-    s.chunk_tokens = 128;                              /* one message a shard */
+    s.chunk_tokens = 128;                              /* one message per shard */
     d = rank_desc(&p, &s, 0);
     if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) return;
     for (int i = 0; i < 3; i++) CHECK_EQ(ra_plan_query(plan, i, &r[i]), RA_OK);
@@ -162,7 +163,7 @@ TEST(bytes_to_the_byte) {
 }
 
 /* -------------------------------------------------------------------------- brute force */
-/* Where interval bounds over the rows of a tile say exactly what the pairs say. */
+/* Where interval bounds over the rows of a tile say exactly what its (query, key) pairs say. */
 static int bounds_are_exact(int m) {
     return m == M_NONE || m == M_CAUSAL || m == M_WINDOW || m == M_LEFT || m == M_RIGHT ||
            m == M_BOTH || m == M_PREFIX || m == M_PREFIX_WINDOW || m == M_BLOCK || m == M_DOCS ||
@@ -171,7 +172,7 @@ static int bounds_are_exact(int m) {
 
 typedef struct tiles { int64_t empty, partial, full, pairs; } tiles;
 
-/* Tiles of the rows from `row` on (at most 64, of one run) against those of a key block. */
+/* Tiles of the rows from `row` on (at most 64, of one run) with those of a key block. */
 static void count_tile(const problem *p, const int32_t *q, int64_t nq, const int32_t *k, int64_t nk,
                        tiles *t) {
     int64_t j, seen = 0;
@@ -213,7 +214,8 @@ static void world_close(world *w) {
     for (int rank = 0; rank < w->s->ranks; rank++) part_free(&w->seats[rank]);
 }
 
-/* Every mask on the grid, contiguous, zigzag and striped: tiles by class, pairs, flops. */
+/* Every mask on the grid, contiguous, zigzag and striped: tiles by class, (query, key) pairs,
+ * flops. */
 TEST(tiles_by_brute_force) {
     static world w;
     for (int64_t index = 0; index < 3 * MASKS; index++) {
@@ -256,7 +258,7 @@ TEST(tiles_by_brute_force) {
     }
 }
 
-/* Pairs of RUNS with absent keys, and of sequences of different lengths. */
+/* (query, key) pairs of RUNS with absent keys, and of sequences of different lengths. */
 TEST(pairs_by_brute_force) {
     static world w;
     wish want_ = { -1, 0, 0, 0, 2e5 };
@@ -313,8 +315,8 @@ static void check_counters(const setup *s, const outcome *o) {
     CHECK_EQ(in, out);
 }
 
-/* A run counts what the plan said, in a workspace as small as it said; every rank's plan says the
- * same about every rank. */
+/* A run counts what the plan reports, in a workspace exactly as small as it reports. The plans of
+ * all ranks report the same about every rank. */
 TEST(counters_of_random_runs) {
     wish w = { -1, -1, 0, -1, 3e5 };
     int64_t n = h_run.large ? 5000 : 150;
@@ -393,7 +395,7 @@ static void packed_free(packed *x) {
     free(x->runs);
 }
 
-/* As few messages as if the shards were CONTIGUOUS. Where pieces that the same ranks need are
+/* As few messages as if the shards were CONTIGUOUS. If pieces that the same ranks need are
  * adjacent, each travels as far as those of ZIGZAG: 3P(P-1)/4 shards in all. Lookups grow no faster
  * than n log n with the number of documents. */
 TEST(packed_documents) {
@@ -427,8 +429,8 @@ TEST(packed_documents) {
     }
 }
 
-/* A call on one rank walks its runs in order: lookups are linear in runs for one token, and in
- * tiles for many. */
+/* A call on one rank walks its runs in order: for one token lookups are linear in runs, for many
+ * they are linear in tiles. */
 TEST(walks_are_linear) {
     enum { MOST = 8192, DIM = 4 };
     static ra_run runs[MOST];
@@ -541,8 +543,8 @@ TEST(positions_held_twice) {
     if (h_run.only_case < 0) CHECK(refused > 100 && refused < 390);
 }
 
-/* The same in a table of more runs than are sorted at once, in any order: one more run, at any
- * place, that holds a position of one of the others or of none. */
+/* The same in a table with more runs than are sorted at once, in any order. One more run, at any
+ * place, holds a position of one of the others or of none. */
 TEST(positions_held_twice_among_many) {
     enum { MANY = 5000 };
     static ra_run run[MANY + 1];
@@ -583,7 +585,7 @@ TEST(positions_held_twice_among_many) {
 }
 
 /* -------------------------------------------------------------------------- layouts */
-/* The rules of ra_layout, where they say exactly which positions a rank holds. */
+/* The rules of ra_layout that say exactly which positions a rank holds. */
 TEST(positions_of_layouts) {
     static world w;
     problem p;
@@ -644,9 +646,9 @@ static ra_prediction predicted(const ra_plan *plan, int rank, double flops, doub
 
 static int near(double a, double b) { return fabs(a - b) <= 1e-9 * (fabs(a) + fabs(b)) + 1e-15; }
 
-/* No mask, 4 ranks of one chunk each: every rank computes 4 equal pieces of W seconds; a chunk
- * takes X seconds a hop. In the order TURN rank r folds 0, 1, 2, 3, and the chunk of rank 0 reaches
- * rank 3 after 3 X. */
+/* No mask, 4 ranks of one chunk each: every rank computes 4 equal pieces of W seconds, and a chunk
+ * takes X seconds per hop. In ascending order rank r folds 0, 1, 2, 3, and the chunk of rank 0
+ * reaches rank 3 after 3 X. */
 TEST(prediction_by_hand) {
     problem p;
     setup s;
@@ -680,7 +682,7 @@ TEST(prediction_by_hand) {
     ra_plan_destroy(plan);
 }
 
-/* Chunks that come to a rank after its last tile, to be sent on, are hidden by nothing. */
+/* Chunks that come to a rank after its last tile, only to be sent on, are not hidden. */
 TEST(predicted_hiding_is_computing) {
     problem p;
     setup s;
@@ -699,8 +701,8 @@ TEST(predicted_hiding_is_computing) {
     ra_plan_destroy(plan);
 }
 
-/* The part that is hidden of the shorter of computing and transfer, all ranks together, where the
- * busiest link takes as long as the busiest rank; and the same with any number of buffers. */
+/* How much of the shorter of computing and transfer is hidden, over all ranks, when the busiest
+ * link takes as long as the busiest rank; and the same with any number of buffers. */
 typedef struct overlap { double hidden, bound, pass, compute; } overlap;
 static overlap overlap_of(const ra_plan *plan, int ranks, double latency) {
     ra_prediction with, without;
@@ -740,10 +742,10 @@ static ra_plan *overlap_plan(int ranks, int64_t shard, int causal, int layout, i
     return plan;
 }
 
-/* Default chunks and buffers, where the transfer takes as long as computing: causal rings hide 85 %
- * of it, however long shards are. Buffers hold half of a shard of two ranks at most. Without a mask
- * the order of keys leaves the last rank its own, 1 / ranks of all, to compute after everything has
- * come: a pass takes at most 6 % longer than that. */
+/* Default chunks and buffers, when the transfer takes as long as computing: causal rings hide 85 %
+ * of it, for shards of any length. Two ranks buffer at most half of a shard. Without a mask the
+ * order of keys leaves the last rank its own keys, 1 / ranks of all, to compute after all messages
+ * have come: a pass takes at most 6 % longer than that. */
 TEST(default_chunks_hide_transfers) {
     for (int i = 0; i < 4 * 9; i++) {
         const int ranks = i % 4 == 3 ? 8 : 2 + i % 4;
@@ -771,9 +773,9 @@ TEST(default_chunks_hide_transfers) {
     }
 }
 
-/* The same in rounds: with or without a mask, for any number of ranks, and with no rank waiting for
- * a link that begins late: alone, the transfer takes as long as the busiest link needs for its
- * bytes, and a message more for each rank. */
+/* The same in rounds, with or without a mask, for any number of ranks. No rank waits for a link
+ * that begins late: alone, the transfer takes as long as the bytes of the busiest link, plus one
+ * message per rank. */
 TEST(rounds_hide_transfers) {
     static const int worlds[5] = { 2, 3, 4, 8, 16 };
     for (int i = 0; i < 5 * 7 * 2; i++) {
@@ -800,8 +802,8 @@ TEST(rounds_hide_transfers) {
     }
 }
 
-/* A network that is known: messages of two latencies at least, short shards in eight, and three
- * buffers where the link is twice as fast as computing. Nothing else depends on it. */
+/* A known network: messages take at least two latencies, short shards have eight, and there are
+ * three buffers if the link is twice as fast as computing. Nothing else depends on it. */
 TEST(rates_choose_chunks) {
     const ra_rates slow = { 1e12, 5e8, 2e-3 }, fast = { 1e12, 1e10, 1e-6 };
     for (int i = 0; i < 3; i++) {
@@ -828,9 +830,9 @@ TEST(rates_choose_chunks) {
     }
 }
 
-/* Short shards on four networks: a message takes 5 us or 2 ms beside its bytes, and the bytes alone
- * take as long as computing or a tenth of it. Over the time with the best chunk, at worst: what
- * known rates choose, the default, and the one chunk that serves all four networks best. */
+/* Short shards on four networks: a message takes 5 us or 2 ms plus its bytes, and the bytes alone
+ * take as long as computing or a tenth of it. The worst time relative to the best chunk: with known
+ * rates, with the default, and with the one chunk that suits all four networks best. */
 typedef struct short_shard { double known, unknown, one; } short_shard;
 static short_shard short_shard_of(int ranks, int64_t shard, int causal) {
     const int layout = causal ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
@@ -859,7 +861,7 @@ static short_shard short_shard_of(int ranks, int64_t shard, int causal) {
     return x;
 }
 
-/* Messages that are chosen by the rates serve all networks within a quarter. No chunk does. */
+/* Messages chosen by rates are within a quarter of the best on all networks. No single chunk is. */
 TEST(rates_serve_short_shards) {
     double one = 1;
     for (int i = 0; i < 3 * 3 * 2; i++) {
@@ -875,7 +877,7 @@ TEST(rates_serve_short_shards) {
     CHECK(one > 1.5);
 }
 
-/* A causal contiguous ring: rank 0 has the least to do, the last rank decides when all is done. */
+/* A causal contiguous ring: rank 0 has the least to do, and the last rank determines the end. */
 TEST(prediction_of_imbalance) {
     problem p;
     setup s;
@@ -897,8 +899,8 @@ TEST(prediction_of_imbalance) {
 }
 
 /* -------------------------------------------------------------------------- memory */
-/* Exactly the workspace that the plan named is enough, a byte less is not, and 64 is the alignment;
- * for copying and for shared transports. */
+/* Exactly the workspace that the plan reports is enough, and a byte less is not, aligned to 64; for
+ * copying and for shared transports. */
 TEST(workspace_to_the_byte) {
     wish w = { -1, -1, 0, -1, 2e5 };
     for (int64_t i = 0; i < 60; i++) {
@@ -951,8 +953,8 @@ TEST(workspace_to_the_byte) {
     }
 }
 
-/* At fixed chunk_tokens a rank's memory beyond the state of its queries does not grow with the
- * sequence, and is a few chunks. An f32 output holds the sums: the state is then m and l alone. */
+/* With fixed chunk_tokens a rank's memory beyond the state of its queries is a few chunks and does
+ * not grow with the sequence. An f32 output holds the sums; then the state is only m and l. */
 TEST(memory_is_a_few_chunks) {
     static const int64_t lengths[3] = { 32768, 65536, 131072 };
     for (int layout = RA_LAYOUT_CONTIGUOUS; layout <= RA_LAYOUT_STRIPED; layout++) {
@@ -992,7 +994,7 @@ TEST(memory_is_a_few_chunks) {
     }
 }
 
-/* An allocator that counts, checks sizes on free, and fails the n-th call if asked. */
+/* An allocator that counts, checks sizes on free, and fails the n-th call if requested. */
 typedef struct purse { int64_t calls, live, bytes, fail_at, wrong; } purse;
 
 static void *purse_alloc(void *ctx, size_t bytes, size_t align) {
@@ -1029,7 +1031,7 @@ static ra_allocator purse_allocator(purse *u) {
     return a;
 }
 
-/* A plan's memory follows rows, also where a table has few at the end of a long sequence. */
+/* A plan's memory grows with rows, even if a table has few rows at the end of a long sequence. */
 TEST(few_rows_far_away) {
     static const int layouts[2] = { RA_LAYOUT_RUNS, RA_LAYOUT_ARRAY };
     for (int i = 0; i < 2; i++) {
@@ -1064,7 +1066,7 @@ TEST(few_rows_far_away) {
 
 typedef struct counted { world w; purse purses[4]; int64_t before[4], after[4]; } counted;
 
-/* A rank that notes what was allocated when its ring stood, and after its passes. */
+/* A rank that notes what was allocated when its ring was created, and after its passes. */
 static ra_status counted_rank(ra_world *library_world, int rank, void *user) {
     counted *c = (counted *)user;
     seat *e = &c->w.seats[rank];
@@ -1086,8 +1088,8 @@ static ra_status counted_rank(ra_world *library_world, int rank, void *user) {
     return e->status;
 }
 
-/* After ra_ring_create nothing allocates, neither from the allocator nor from malloc; with an
- * allocator plan and ring never touch malloc; all of it is given back, in its right size. */
+/* After ra_ring_create nothing allocates, from the allocator or from malloc. With an allocator,
+ * plan and ring never call malloc, and all memory is returned with its size. */
 TEST(nothing_allocates_in_a_pass) {
     static counted c;
     problem p;
@@ -1124,7 +1126,7 @@ TEST(nothing_allocates_in_a_pass) {
     problem_free(&p);
 }
 
-/* The allocator failing at its n-th call, for every n: RA_E_NOMEM and nothing kept. */
+/* The allocator fails at its n-th call, for every n: RA_E_NOMEM, and nothing stays allocated. */
 TEST(every_allocation_may_fail) {
     problem p;
     setup s = { 0 };

@@ -1,6 +1,6 @@
-/* Bad input: every field of every descriptor, wrong in every way (test_estimate.c has those of
- * ra_estimate). Proves that a refusal has the right status, names the field, says the wrong value
- * and what is allowed, and changes nothing. One status of one field is one check. No random
+/* Bad input: every field of every descriptor, wrong in every way (for ra_estimate see
+ * test_estimate.c). Proves that a refusal has the right status, names the field, gives the wrong
+ * value and what is allowed, and changes nothing. One status of one field is one check. No random
  * descriptor leads to a crash. Every n-th allocation fails once. */
 #define _POSIX_C_SOURCE 200112L
 #include "hooks.h"
@@ -12,7 +12,7 @@ enum { MANY = 4096, POOL = 1 << 22 };
 
 typedef struct refusal { int status, scope; char field[40], form[RA_TEXT_BYTES]; } refusal;
 
-/* A field has its name from the call: `out` of two calls is two fields. */
+/* Fields are named together with the call: `out` of two calls is two fields. */
 enum { IN_DESC, IN_PLAN, IN_RING, IN_WORLD, IN_TENSORS, IN_JOB, IN_ATTENTION,
        IN_STATE, IN_CACHE };
 static refusal refusals[400];
@@ -42,7 +42,7 @@ static void form_of(const char *text, char *form) {
     form[n] = 0;
 }
 
-/* A value outside a range: the sentence says the range, or what is wrong with the sign. */
+/* A value outside a range: the sentence gives the range, or says what is wrong with the sign. */
 static int says_what_is_allowed(const ra_error *e) {
     static const char *const ways[] = { "..", "must be", "negative", "positive", "above",
                                         "multiple", "not RA_", "entry", "step", "RA_CAP_" };
@@ -96,7 +96,7 @@ static void refused(ra_status got, const ra_error *e, ra_status status, const ch
         printf("    %s: \"%s\" does not say %s\n", e->field, e->text, words);
 }
 
-/* As words: a number that is only known here. */
+/* As `words`, for a number that is only known here. */
 static const char *number(int64_t n) {
     static char text[24];
     snprintf(text, sizeof text, "%lld", (long long)n);
@@ -154,11 +154,11 @@ static void base_desc(ra_desc *d, int base) {
     }
 }
 
-enum { I32, I64, F32, PTR };           /* kinds of fields */
+enum { I32, I64, F32, PTR };           /* types of fields */
 typedef struct row {                   /* one field of one base set to one value */
     int base;
     size_t at;
-    const char *field;                 /* that is blamed */
+    const char *field;                 /* that the refusal names */
     int kind;
     int64_t value;                     /* PTR: 0 null, 1 some memory */
     int status;
@@ -176,7 +176,7 @@ static void set_field(void *base, size_t at, int kind, int64_t value) {
     if (kind == PTR) memcpy(p, &some, sizeof some);
 }
 
-/* A field, blamed itself, and one of whose value another is blamed. */
+/* A field that is named itself, and one for whose value another field is named. */
 #define D(f) offsetof(ra_desc, f), #f
 #define D_AS(f, name) offsetof(ra_desc, f), name
 #define TOP ((int64_t)RA_MAX_POSITION)
@@ -323,7 +323,7 @@ static const row desc_rows[] = {
     { ONE, D(isa), I32, 7, RA_E_ENUM, "RA_ISA_AMX or RA_ISA_NEON; it was 7" },
 };
 
-/* The same answer from everything that takes a descriptor, and nothing is made. */
+/* All that take a descriptor give the same answer, and nothing is made. */
 static void refuse_desc(const ra_desc *bad, int status, const char *field, const char *words) {
     ra_desc d = *bad, out;
     ra_error e[2];
@@ -362,7 +362,7 @@ TEST(desc_fields) {
     }
 }
 
-/* An engine's dtype that the library lacks: the sentence lists those that there are. */
+/* An engine's dtype that the library lacks: the sentence lists those that exist. */
 TEST(dtypes_of_an_engine) {
     static const char *const names[] = { "RA_F32", "RA_F16", "RA_BF16", "RA_Q8_0" };
     for (int32_t dtype = 0; dtype <= 12; dtype += 12) {
@@ -491,7 +491,7 @@ TEST(desc_floats) {
     }
 }
 
-/* Rates are all 0 or all there. */
+/* Rates are either all 0 or all set. */
 TEST(desc_rates) {
     static const double bad[5][3] = { { 0, 1, 0 }, { 1, 0, 0 }, { 0, 0, 1 }, { 1, 1, -1 },
                                       { -1, 1, 1 } };
@@ -508,7 +508,7 @@ TEST(desc_rates) {
     }
 }
 
-/* A resolved descriptor means what the given one means. */
+/* A resolved descriptor means the same as the given one. */
 TEST(desc_resolved) {
     for (int b = 0; b < BASES; b++) {
         ra_desc d, once, twice;
@@ -821,7 +821,7 @@ TEST(plan_arguments) {
     none = plan;
     d.k_dim = -1;
     CHECK_EQ(ra_plan_create(&none, &d, NULL), RA_E_RANGE);
-    CHECK(none == NULL);               /* as rings and worlds do: destroy(none) is always right */
+    CHECK(none == NULL);               /* as rings and worlds: destroying none is always right */
     none = NULL;
     d.k_dim = 8;
     CHECK_EQ(ra_desc_resolve(NULL, &d), RA_E_NULL);
@@ -937,8 +937,8 @@ TEST(world) {
 
 /* -------------------------------------------------------------------------- ra_tensors */
 
-static uint8_t *pool;                  /* POOL bytes: whatever a small call reads */
-static uint8_t *out_pool;              /* whatever it writes */
+static uint8_t *pool;                  /* POOL bytes: all that a small call reads */
+static uint8_t *out_pool;              /* all that it writes */
 
 static void base_tensors(ra_tensors *t, int base) {
     memset(t, 0, sizeof *t);
@@ -963,7 +963,7 @@ static ra_ring *make_base_ring(int base) {
     return ring;
 }
 
-/* A refused begin leaves the ring idle and says why, also through ra_join and ra_forward. */
+/* A refused begin leaves the ring idle and says why, also by ra_join and ra_forward. */
 static void refuse_begin(ra_ring *ring, const ra_tensors *t, int status, const char *field,
                          const char *words) {
     static uint64_t ticket = 10;
@@ -1102,7 +1102,7 @@ TEST(tensor_scores) {
     ra_plan_destroy(ring_plan);
 }
 
-/* Positions known to their owner alone, against mask and range. */
+/* Positions that only their owner knows, against mask and range. */
 TEST(tensor_positions) {
     static int32_t cells[75];
     ra_desc d;
@@ -1231,7 +1231,7 @@ TEST(order_of_calls) {
     ra_plan_destroy(ring_plan);
 }
 
-/* A ring whose pass failed takes no other, and says what happened to it. */
+/* A ring whose pass failed accepts no other, and reports what happened. */
 TEST(failed_ring) {
     ra_plan *plan = plan_of(FOUR, 0);
     ra_ring *ring = NULL;
@@ -1317,7 +1317,7 @@ TEST(attention) {
     free(ws);
 }
 
-/* Sequences of different lengths without lengths of keys: the same as tokens_of (+ q_offset). */
+/* Sequences of different lengths without lengths of keys mean tokens_of (+ q_offset). */
 TEST(attention_lengths) {
     ra_desc d;
     ra_tensors t;
@@ -1596,11 +1596,11 @@ TEST(allocations) {
         }
     }
     CHECK_EQ(plan_refusals, BASES);
-    CHECK_EQ(ring_refusals, BASES);    /* none with a workspace of one's own */
+    CHECK_EQ(ring_refusals, BASES);    /* none with the caller's workspace */
     CHECK(world_refusals >= 2);
 }
 
-/* Nothing allocates between the making of a ring and its end. */
+/* Nothing allocates between the creation of a ring and its end. */
 TEST(no_allocation_in_a_pass) {
     ra_plan *plan = plan_of(ONE, 0);
     small_heap heap = { 0 };
@@ -1641,7 +1641,7 @@ static float some_float(void) {
     return x;
 }
 
-/* Keeps a count where it is refused, or small. */
+/* Keeps counts that are refused, or small. */
 static int64_t small_or_absurd(int64_t value, int64_t most, int64_t absurd) {
     if (value < 0 || value > absurd) return value;
     return value > most ? value % (most + 1) : value;
@@ -1660,7 +1660,7 @@ static void random_arrays(void) {
     }
 }
 
-/* Tables of runs need as many entries as their counts say. */
+/* Tables of runs have as many entries as their counts say. */
 static ra_run run_table[3 * MANY];
 static int32_t run_counts[MANY];
 
@@ -1725,8 +1725,8 @@ static void random_desc(ra_desc *d) {
     d->mask.interval_count = small_or_absurd(d->mask.interval_count, MANY, RA_MAX_POSITION);
 }
 
-/* Two rows or more that are 2^61 bytes apart are refused. A single row may have such a stride:
- * nothing is read there. */
+/* Two or more rows that are 2^61 bytes apart are refused. A single row may have such a stride,
+ * because nothing is read there. */
 static int64_t small_stride(void) {
     int64_t x = small_chance(50) ? 0 : small_chance(90) ? 4 * small_range(0, 128) : some_number();
     return small_or_absurd(x, 512, (int64_t)1 << 61);
@@ -1887,8 +1887,8 @@ TEST(random_bytes) {
 
 /* -------------------------------------------------------------------------- every refusal */
 
-/* Strides that fit each dimension beside its neighbour, but not all of them together; strides in
- * elements where bytes are meant; an output in the memory of an input. */
+/* Strides that fit each dimension and its neighbour, but not all dimensions together; strides in
+ * elements instead of bytes; an output in the memory of an input. */
 TEST(strides_together) {
     static float q[4096], o[4096];
     ra_error e;
@@ -2107,7 +2107,7 @@ TEST(every_refusal) {
         RA_E_ALIGN, RA_E_POSITIONS, RA_E_UNSUPPORTED, RA_E_ISA, RA_E_WORKSPACE, RA_E_NOMEM,
         RA_E_TRANSPORT, RA_E_ABI, RA_E_BUSY, RA_E_STATE,
     };
-    /* Failures of a pass: test_sim.c and test_clients.c produce each of them and say so. */
+    /* Failures of a pass: test_sim.c and test_clients.c produce each of them and count them. */
     static const int failures[] = {
         RA_E_MISMATCH, RA_E_IO, RA_E_PEER, RA_E_TIMEOUT, RA_E_CANCELLED, RA_E_ABORTED, RA_E_TRUNC,
         RA_E_PROTO, RA_E_ENGINE, RA_E_UNSAFE,

@@ -1,7 +1,8 @@
-/* Passes that go on after a rank has died (ra_resume). Whole worlds in one thread on the network of
- * net.h, as in test_sim.c: a rank dies at a random step, the others resume on a new network, lose
- * another rank or meet a fault, resume again. What ends well has the bits of the same pass without
- * any of that, on every rank that is left; what cannot go on says the same on all of them. */
+/* Passes that continue after a rank has died (ra_resume). Whole worlds run in one thread on the
+ * network of net.h, as in test_sim.c. A rank dies at a random step. The others resume on a new
+ * network, lose another rank or meet a fault, and resume again. A pass that ends well has the same
+ * bits as if nothing had happened, on every rank that is left. If it cannot continue, all ranks say
+ * the same. */
 #define _POSIX_C_SOURCE 200112L
 #include "hooks.h"
 #include "small.h"
@@ -17,11 +18,11 @@ static int batches;                    /* 1: blocks are folded several at a time
 typedef struct seat {                  /* a rank */
     ra_ring *ring;
     small_heap heap;
-    rank_part part[PASSES], want[PASSES];       /* the second: of the run that nothing disturbs */
+    rank_part part[PASSES], want[PASSES];       /* the second: of the undisturbed run */
     rank_part fetched[PASSES][RANKS];
     ra_tensors given;
     int begun, ran, over, dead, fetches, spoilt[PASSES];
-    ra_ring_counters before;           /* it resumes */
+    ra_ring_counters before;           /* of its resumption */
     ra_status end;
     struct sim *sim;
 } seat;
@@ -104,7 +105,7 @@ static void describe(const sim *w) {
               d->buffers, d->order, w->fetch);
 }
 
-/* A problem of which AMX folds 8 blocks of a chunk at once and reads K where it came. */
+/* A problem in which AMX folds 8 blocks of a chunk at once and reads K from the message. */
 static void make_batches(small *s, int ranks, int threads) {
     static const int shape[4] = { 8, 1, 32, 32 };      /* tasks of 2 query blocks share the keys */
     small_plain(s, ranks, 512 * ranks, shape);
@@ -173,7 +174,7 @@ static void free_world(sim *w) {
     free(w);
 }
 
-/* What nothing disturbs: the same plans on ranks that are threads. */
+/* The undisturbed run: the same plans on ranks that are threads. */
 typedef struct fair { sim *w; int pass; } fair;
 
 static ra_status fair_rank(ra_world *threads, int rank, void *user) {
@@ -195,7 +196,7 @@ static void make_wanted(sim *w) {
 
 /* -------------------------------------------------------------------------- stepping */
 
-/* Where rank r is among those that the network joins. */
+/* The index of rank r among the ranks that the network joins. */
 static int place_of(const sim *w, int r) {
     for (int i = 0; i < w->net->c.ranks; i++) if (w->survivor[i] == r) return i;
     return -1;
@@ -250,7 +251,7 @@ static int running(const sim *w) {
     return 0;
 }
 
-/* Steps until all have ended; `victim` dies after `after` steps. */
+/* Steps until all have ended. `victim` dies after `after` steps. */
 static void run_world(sim *w, int victim, int64_t after) {
     int64_t most = 3000000, begin = w->steps;
     w->idle = 0;
@@ -295,7 +296,7 @@ static void spoil(view *v) {
     if (v->mem) memset(v->mem, NET_POISON, v->bytes);
 }
 
-/* All that are left begin; the keys of passes that ended well may be gone. */
+/* All that are left begin. The keys of passes that ended well may be gone. */
 static void begin_all(sim *w, int epoch, int odd) {
     int n = 0;
     for (int r = 0; r < w->ranks; r++) if (!w->seat[r].dead) w->survivor[n++] = r;
@@ -347,9 +348,9 @@ static void check_tiles(sim *w, int r, int pass) {
     SOUND(w, c.tiles_full == all->tiles_full && c.tiles_all == c.tiles_partial + c.tiles_full);
 }
 
-/* Survivor i has counted every chunk that it sent and received over the network on which it
- * resumed, and nothing else. A rank that was a pass ahead begins with the figures of the pass that
- * it had done, which are the plan's. */
+/* Survivor i has counted every chunk that it sent and received on the network on which it resumed,
+ * and nothing else. A rank that was a pass ahead begins with the figures of the pass that it had
+ * finished, which are the plan's. */
 static void check_messages(sim *w, int i) {
     const int r = w->survivor[i];
     const seat *s = &w->seat[r];
@@ -368,7 +369,7 @@ static void check_messages(sim *w, int i) {
     messages += moved[1];
 }
 
-/* A rank whose pass has been resumed: it is the pass that it would have been. */
+/* A rank whose pass has been resumed has the pass number that it would have had. */
 static int64_t check_resumed(sim *w, int r) {
     seat *s = &w->seat[r];
     ra_resumed n = { 0 };
@@ -388,7 +389,7 @@ static int64_t check_resumed(sim *w, int r) {
     return n.pass;
 }
 
-/* All ended well, on the same pass, or all say the same. 1: well. */
+/* All ended well, with the same pass, or all report the same. 1: well. */
 static int check_ends(sim *w) {
     ra_failure first = { 0 }, f;
     int64_t pass = -1;
@@ -435,7 +436,7 @@ static void close_world(sim *w) {
     if (w->wrong) h_run.context[0] = 0;
 }
 
-/* What a dead rank had, and what a network had lent, is gone. */
+/* The memory of a dead rank, and what a network had lent, is gone. */
 static void forget(sim *w, int victim) {
     for (int i = 0; i < w->passes; i++) {
         spoil(&w->seat[victim].part[i].k);
@@ -448,8 +449,8 @@ static void forget(sim *w, int victim) {
     }
 }
 
-/* One attempt after another, each with perhaps another death or a fault in the way; at last one
- * that nothing disturbs, and if keys were lost in it, one that can fetch everything. */
+/* One attempt after another, each perhaps with another death or fault. The last one is undisturbed
+ * and, if keys were lost, can fetch all of them. */
 static void resume_until_done(sim *w) {
     int epoch = small_range(1, 3), last = 0;
     for (int a = 0; a < ATTEMPTS && !last && !w->wrong; a++) {
@@ -532,7 +533,7 @@ static void run_cases(int64_t n, int lend) {
 TEST(deaths) { run_cases(h_run.large ? 20000 : 300, 0); }
 TEST(lent) { run_cases(h_run.large ? 5000 : 160, 1); }
 
-/* A task that stopped within a batch of lent memory folds its blocks anew and counts them once. */
+/* A task that stopped within a batch of lent memory folds its blocks again and counts them once. */
 TEST(lent_batches) {
     if (!ra_isa_available(RA_ISA_AMX)) {
         h_run.skipped = 1;
@@ -560,7 +561,7 @@ static sim *after_a_death(uint64_t seed, int ranks, int victim, int64_t after) {
     return w;
 }
 
-/* One rank brings another epoch: nobody goes on; then all bring the same one. */
+/* One rank brings another epoch, so no rank continues; then all bring the same one. */
 TEST(epochs) {
     for (int64_t i = 0; i < 40; i++) {
         sim *w;
@@ -580,7 +581,7 @@ TEST(epochs) {
     resumed = 0;
 }
 
-/* Each of these has one thing wrong; good is right. */
+/* Each of these has one thing wrong; `good` is right. */
 static void refuse_each(ra_ring *ring, const ra_resume_desc *good) {
     static const int32_t all[3] = { 0, 1, 2 }, down[3] = { 2, 1, 0 }, wide[3] = { 0, 1, 9 };
     static const int32_t short_list[2] = { 0, 2 };
@@ -622,7 +623,7 @@ static void refuse_each(ra_ring *ring, const ra_resume_desc *good) {
     }
 }
 
-/* What is wrong with a call is refused, by name, and the ring resumes all the same. */
+/* What is wrong with a call is refused by name, and the ring can still be resumed. */
 TEST(refusals) {
     sim *w = after_a_death(7, 4, 3, 40);
     ra_ring *ring = w->seat[1].ring;
@@ -672,7 +673,7 @@ TEST(refusals) {
     resumed = 0;
 }
 
-/* A ring that has begun no pass, and a ring of one. */
+/* A ring that has not begun a pass, and a ring of one. */
 TEST(nothing_to_resume) {
     ra_desc d = ra_desc_make(1, 1, 8, RA_F32, RA_MASK_CAUSAL);
     net_config c = { 0 };
@@ -731,7 +732,7 @@ static sim *with_gradients(h_rng rng) {
     return w;
 }
 
-/* They are begun anew: every rank gets the same status. */
+/* Backward passes are not resumed; they must begin again. Every rank gets the same status. */
 TEST(backward) {
     for (int64_t i = 0; i < 30; i++) {
         sim *w;
@@ -754,7 +755,7 @@ TEST(backward) {
     }
 }
 
-/* Gradients that are complete everywhere are no reason to begin anew, for one rank or more. */
+/* Gradients that are complete on all ranks need no new start, for one rank or more. */
 TEST(backward_is_complete) {
     for (int64_t i = 0; i < 20; i++) {
         const int left = 1 + (int)(i % 3);
@@ -777,7 +778,8 @@ TEST(backward_is_complete) {
     }
 }
 
-/* An engine that fails leaves its state in the middle of a chunk, whatever else fails the pass. */
+/* An engine that fails leaves its state in the middle of a chunk, whatever else fails in the
+ * pass. */
 typedef struct broken_engine { ra_ring *ring; int calls, fails, cancels; } broken_engine;
 
 static int broken_fold(void *ctx, const ra_block *b) {
@@ -834,7 +836,7 @@ TEST(engines_that_failed) {
 
 /* -------------------------------------------------------------------------- the pure part */
 
-/* The order of sources, once more in other words. */
+/* The order of sources, computed in another way. */
 static int want_source(const hook_reports *v, int64_t chunks, int64_t c, int to) {
     const int owner = hook_chunk_owner(v->plan, c);
     int best = -1, rank = 99;

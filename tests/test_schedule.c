@@ -1,8 +1,8 @@
-/* The schedule of plans. Proves it by slow models: which rank needs which chunk, by looking at
- * every pair; how many steps a pass takes, by the bound that SCHEDULE states; and the lists of all
- * ranks, by playing them with zero-capacity messages under the rules of a ring until all is done;
- * and how long ranks wait in sendrecv, by clocks that count tiles. Decoding plans too: which lines
- * of the cache it prefetches. */
+/* The schedule of plans, against slow models. Which rank needs which chunk: by looking at every
+ * (query, key) pair. How many steps a pass takes: by the bound that SCHEDULE states. The lists of
+ * all ranks: by simulating them with zero-capacity messages under the rules of a ring until all is
+ * done. How long ranks wait in sendrecv: by clocks that count tiles. Also which lines of the cache
+ * decoding prefetches. */
 #define _POSIX_C_SOURCE 200112L
 #include "harness.h"
 #define RINGATTN_IMPLEMENTATION
@@ -61,7 +61,7 @@ static void random_mask(shape *s, h_rng *r) {
     if (m->kind == RA_MASK_CAUSAL && h_one_in(r, 3)) m->causal_block = (int32_t)h_range(r, 2, 300);
 }
 
-/* Positions dealt out in pieces, some of them interleaved. */
+/* Positions divided into pieces, some of them interleaved. */
 static void random_runs(shape *s, h_rng *r) {
     int64_t p = 0, step = h_one_in(r, 3) ? h_range(r, 2, 5) : 1;
     int n = 0, rank, left;
@@ -127,7 +127,8 @@ static ra_plan *plan_of(shape *s, int rank) {
 }
 
 /* -------------------------------------------------------------------------- geometry */
-/* Bounds and pairs by formula against every row, for positions even and odd. */
+/* Bounds and numbers of (query, key) pairs by formula, against every row, for even and odd
+ * positions. */
 TEST(bounds_and_pairs_of_rows) {
     static shape s;
     for (int64_t i = 0; i < (h_run.large ? 200000 : 8000); i++) {
@@ -204,7 +205,7 @@ static void check_needs(const ra_plan *p, const ra__travel *t, int queries) {
     }
 }
 
-/* Tiles of a rank's rows, and its seconds a chunk as tiles that are not empty times rows. */
+/* Tiles of a rank's rows, and its seconds per chunk: tiles that are not empty, times rows. */
 static void slow_tiles(const ra_plan *p, int rank, int64_t tally[3], double *weight) {
     ra__side side = ra__plan_side(p, 0, rank);
     ra__seg s;
@@ -225,7 +226,7 @@ static void slow_tiles(const ra_plan *p, int rank, int64_t tally[3], double *wei
             }
 }
 
-/* Who needs what, the tiles of every rank, and what predictions count, against block by block. */
+/* Who needs what, the tiles of every rank, and what predictions count, block by block. */
 TEST(needs_and_tiles_by_blocks) {
     static shape s;
     for (int64_t i = 0; i < (h_run.large ? 3000 : 250); i++) {
@@ -279,7 +280,7 @@ static void some_mask(shape *s, int m, int64_t shard) {
 }
 
 /* Every layout, mask and number of ranks: less than chunks + (sequences + 1) P steps forward. The
- * same backward, where an owner's chunks travel equally far; otherwise gradients of an owner come
+ * same backward if the chunks of an owner travel equally far; otherwise the gradients of an owner
  * return in order, which costs up to a round per owner. One chunk per shard is the hardest. */
 TEST(steps_are_chunks_and_two_rounds) {
     static const int worlds[12] = { 1, 2, 3, 4, 5, 7, 8, 16, 33, 64, 128, 256 };
@@ -309,7 +310,7 @@ TEST(steps_are_chunks_and_two_rounds) {
 }
 
 /* -------------------------------------------------------------------------- playing through */
-/* A rank of a world whose messages have no capacity: a send is over when its receive is posted. */
+/* A rank of a world whose messages have no capacity: a send ends when its receive is posted. */
 typedef struct player {
     const ra_plan *plan;
     const ra__pass_lists *way;
@@ -363,7 +364,7 @@ static int player_sends(const player *y) {
     return y->own_posted - y->own_sent < y->packs;
 }
 
-/* All that a rank does on its own. Returns how much that was. */
+/* All that a rank does by itself. Returns how much that was. */
 static int player_moves(player *y) {
     const ra__pass_lists *w = y->way;
     int any = 0;
@@ -384,7 +385,7 @@ static int player_moves(player *y) {
     }
 }
 
-/* Whom the next send of a rank goes to, and whether home. */
+/* To whom the next send of a rank goes, and whether that is the owner. */
 static int player_to(const player *y, int *home) {
     const ra_plan *p = y->plan;
     int32_t hop = 0;
@@ -395,7 +396,7 @@ static int player_to(const player *y, int *home) {
     return to;
 }
 
-/* Whether an exchange of the rank may begin: as ra__ring_exchange sees it if it counts no tiles. */
+/* 1 if the exchange of the rank may begin: as ra__ring_exchange does if it counts no tiles. */
 static const ra__exchange *player_exchange(const player *y) {
     const ra__exchange *x = &y->way->exchange[y->at];
     if (y->at == y->way->exchanges || x->send >= y->ready || x->recv >= y->posted ||
@@ -404,8 +405,8 @@ static const ra__exchange *player_exchange(const player *y) {
     return x;
 }
 
-/* The next send of rank `from`, if its receive is posted. level0: and both are the exchange that
- * the ranks are at; those end together, so each half only marks (done). */
+/* Moves the next send of rank `from`, if its receive is posted. level0: only if both are the
+ * exchange that the ranks are at. Those end together, so each half only marks (done). */
 static int pass_message(player *all, int from, int level0, int *done) {
     player *a = &all[from], *b;
     const ra__exchange *x = level0 ? player_exchange(a) : NULL, *z;
@@ -433,7 +434,7 @@ static int pass_message(player *all, int from, int level0, int *done) {
     return 1;
 }
 
-/* Ends exchanges of which both halves are over. */
+/* Ends exchanges of which both halves are done. */
 static int end_exchanges(player *all, int ranks, int *done) {
     int any = 0;
     for (int i = 0; i < ranks; i++) {
@@ -450,7 +451,7 @@ static int end_exchanges(player *all, int ranks, int *done) {
     return any;
 }
 
-/* Plays a pass of all ranks in some order; every list must come to its end. */
+/* Simulates a pass of all ranks in some order. Every list must come to its end. */
 static void play(ra_plan **plans, int ranks, int back, int shared, int level0, h_rng *r) {
     static player all[256];
     static int done[256];
@@ -477,7 +478,7 @@ static void play(ra_plan **plans, int ranks, int back, int shared, int level0, h
     }
 }
 
-/* The lists of a backward pass are those of the usual order. */
+/* The lists of a backward pass are those of the usual order, without rounds. */
 static void same_back(const ra_plan *p, shape *s) {
     const ra__pass_lists *a = &p->back, *b;
     ra_plan *usual;
@@ -510,7 +511,7 @@ static void play_all(shape *s, h_rng *r) {
     for (int i = 0; i < s->d.ranks; i++) ra_plan_destroy(plans[i]);
 }
 
-/* Random plans: no interleaving stops, posted or by exchanges, copying or shared. */
+/* Random plans: no interleaving stops, with post or by exchanges, copied or shared. */
 TEST(lists_play_through) {
     static shape s;
     for (int64_t i = 0; i < (h_run.large ? 5000 : 400); i++) {
@@ -521,8 +522,8 @@ TEST(lists_play_through) {
     }
 }
 
-/* Masks that hide much on many ranks: chunks of one owner that travel near and far, and some that
- * stay. */
+/* Masks that hide much, on many ranks: chunks of one owner that travel near and far, and some that
+ * do not travel. */
 TEST(sparse_masks_play_through) {
     static shape s;
     for (int64_t i = 0; i < 8 * 3 * 8; i++) {
@@ -543,10 +544,10 @@ TEST(sparse_masks_play_through) {
 }
 
 /* -------------------------------------------------------------------------- waiting in sendrecv
- * The ranks of a pass, each with a clock that counts its tiles and what it waits. The network takes
- * no time; with post and poll it can also have links that take time for each byte. Alone with
- * sendrecv a rank is a thread, which both sides of a message leave at the later of their clocks.
- * With post and poll the ranks take turns: the one whose clock is behind. */
+ * The ranks of a pass, each with a clock that counts its tiles and its waits. The network takes no
+ * time; with post and poll it may have links that take time per byte. With sendrecv a rank is a
+ * thread, and both sides of a message leave it at the later of their clocks. With post and poll the
+ * rank whose clock is behind is next. */
 enum { FLAT_RANKS = 4, FLAT_OPS = 256 };
 typedef struct flat_end { const void *from; void *to; ra_transport_op *op; size_t len; int64_t at; }
         flat_end;
@@ -556,9 +557,9 @@ typedef struct flat_net {
     flat_end half[2][FLAT_RANKS][FLAT_RANKS][2][FLAT_OPS];     /* receive or send, from, to,
                                                                 * channel */
     int count[2][FLAT_RANKS][FLAT_RANKS][2];
-    int open[FLAT_RANKS];              /* halves of its sendrecv that are not over */
-    double rate;                       /* bytes per tile of each link; 0: without end */
-    uint32_t caps;                     /* more of the transports with post */
+    int open[FLAT_RANKS];              /* halves of its sendrecv that are not done */
+    double rate;                       /* bytes per tile of each link; 0: no limit */
+    uint32_t caps;                     /* more caps of the transports with post */
     int64_t busy[FLAT_RANKS][FLAT_RANKS];      /* each link, until then */
 } flat_net;
 typedef struct flat_seat {
@@ -589,7 +590,7 @@ static void flat_trace(void *ctx, const ra_event *e) {
     s->head = e->head;
 }
 
-/* Adds a half; the later of a pair moves the bytes. Returns the other half, or null. */
+/* Adds a half. The later of two moves the bytes. Returns the other half, or null. */
 static flat_end *flat_add(int send, int from, int to, int channel, flat_end half) {
     int *n = &flat.count[send][from][to][channel], i = *n % FLAT_OPS;
     flat_end *all = flat.half[send][from][to][channel];
@@ -630,7 +631,7 @@ static int flat_sendrecv(void *ctx, int to, const void *out, size_t out_len, int
     return RA_OK;
 }
 
-/* When a message of which both halves are posted has come. */
+/* When a message of which both halves are posted arrives. */
 static int64_t flat_comes(int from, int to, const flat_end *a, const flat_end *b) {
     int64_t *busy = &flat.busy[from][to], at = ra__max(a->at, b->at);
     if (flat.rate > 0) *busy = at = ra__max(at, *busy) + (int64_t)((double)a->len / flat.rate);
@@ -652,7 +653,7 @@ static int flat_post(void *ctx, ra_transport_op *const *ops, int n) {
         other = flat_add(send, send ? s->rank : op->peer, send ? op->peer : s->rank, op->channel,
                          half);
         if (!other) continue;
-        op->scratch[0] = op;           /* over, at the time in `done` */
+        op->scratch[0] = op;           /* done, at the time in `done` */
         other->op->scratch[0] = op;
         op->done = other->op->done = (size_t)flat_comes(send ? s->rank : op->peer,
                                                         send ? op->peer : s->rank, &half, other);
@@ -803,9 +804,8 @@ static void takes_no_turns(const ra_desc *d) {
     flat_close(d->ranks);
 }
 
-/* Level 0 takes at most 5 % longer than level 1. Forward the chunks of a shard are as many as
- * buffers, backward they are larger: an exchange may come as late as a step is long, which is
- * several tiles there. */
+/* Level 0 takes at most 5 % longer than level 1. Forward, a shard has as many chunks as buffers.
+ * Backward they are larger, and there an exchange may be late by a step, which is several tiles. */
 TEST(sendrecv_does_not_take_turns) {
     enum { ZIGZAG_CAUSAL = 4 };
     static const struct { const char *name; int32_t layout, mask, always; } shapes[6] = {
@@ -842,9 +842,9 @@ TEST(sendrecv_does_not_take_turns) {
     pthread_cond_destroy(&flat.moved);
 }
 
-/* The same where tasks see unlike many of the chunks that they fold together, or where chunks are
- * small: a buffer of which all is folded goes to the peer before anything else is computed.
- * Backward the two visits of an own chunk are unlike. */
+/* The same if tasks see unlike numbers of the chunks that they fold together, or if chunks are
+ * small. A buffer whose chunk is folded goes to the peer before anything else is computed. Backward
+ * the two visits of an own chunk are unlike. */
 TEST(sendrecv_waits_for_no_series) {
     static const struct { int ranks, layout, mask, shard, chunk, order, always, way; } shapes[] = {
         { 3, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, RA_ORDER_ROUNDS, 1, 0 },
@@ -883,9 +883,9 @@ TEST(sendrecv_waits_for_no_series) {
 }
 
 /* Links on which the messages of a pass take as long as its tiles: the ring takes as long as
- * predicted, and with default chunks causal zigzag hides 85 % of the transfer (on two ranks also
- * with 32 chunks per shard: --long), and so does every mask in rounds. Otherwise, without a mask,
- * the last rank's keys, 1 / ranks of all, are computed after everything has come. */
+ * predicted. With default chunks causal zigzag hides 85 % of the transfer (on two ranks also with
+ * 32 chunks per shard: --long), and so does every mask in rounds. In the usual order without a
+ * mask, the last rank's own keys, 1 / ranks of all, are computed after all messages have come. */
 TEST(transfers_hide_as_predicted) {
     for (int64_t i = 0; i < 2 * 2 * 2 + 1; i++) {
         const int more = i == 8, ranks = i & 2 ? FLAT_RANKS : 2, causal = (i & 1) || more;
@@ -932,8 +932,8 @@ TEST(transfers_hide_as_predicted) {
     }
 }
 
-/* Nothing waits for the buffers of the last messages, here of all: a task that has loaded its sums
- * folds every chunk that has come before it stores them. */
+/* Nothing waits for the buffers of the last messages, here of all: before a task stores its sums it
+ * folds every chunk that has come. */
 TEST(last_messages_end_no_series) {
     ra_desc d = flat_desc(2, 2048, 1, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 0);
     d.chunk_tokens = 256;
@@ -950,8 +950,8 @@ TEST(last_messages_end_no_series) {
     flat_close(2);
 }
 
-/* Messages that may be lent go back as early as any: with more than two ranks the lender waits for
- * them, and has others to receive. With two it has none. */
+/* Messages that may be lent go back as early as others. With more than two ranks the lender waits
+ * for them and has others to receive; with two it has none. */
 TEST(loans_end_with_their_series) {
     for (int ranks = 2; ranks <= 3; ranks++) {
         ra_desc d = flat_desc(ranks, 2048, 1, RA_LAYOUT_CONTIGUOUS, RA_MASK_NONE, 0);
@@ -1005,8 +1005,8 @@ TEST(figures_saturate) {
     CHECK_EQ(ra__add_sat(3, 4), 7);
 }
 
-/* The lines that decoding prefetches are those of a later stretch of 16 keys, once each: of heads
- * side by side, of one head, with and without gaps, of rows that are not whole lines (q8_0). */
+/* The lines that decoding prefetches are those of a later stretch of 16 keys, each once: of
+ * adjacent heads, of one head, with and without gaps, of rows that are not whole lines (q8_0). */
 TEST(prefetched_lines_are_those_of_a_stretch) {
     static const int64_t bytes[4] = { 512, 256, 136, 34 };
     static char seen[1 << 16];
@@ -1046,8 +1046,8 @@ TEST(prefetched_lines_are_those_of_a_stretch) {
     }
 }
 
-/* Two pools of the same cache: the items of the second are not taken for done, however many calls
- * were between them: numbers of turns have 22 bits. */
+/* Two pools of the same cache: items of the second are not mistaken for done, however many calls
+ * are between them. Numbers of turns have 22 bits. */
 static ra_status far_apart_rank(ra_world *world, int rank, void *user) {
     enum { ROWS = 256 * 2 * 16 };
     const int64_t none = 0, all = 256, turns = 1 << 22;

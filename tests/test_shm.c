@@ -1,7 +1,7 @@
-/* examples/transports/ra_shm.h: rings of processes over shared memory. Proves the bits of one
- * rank, the number of loans, the end of passes whose ranks are killed or stopped at random
- * moments, refusals while ranks meet, and that nothing is left behind. --long: many more random
- * moments, and the times of the contract (a few may be late, because machines are busy). */
+/* examples/transports/ra_shm.h: rings of processes over shared memory. Proves the bits of one rank,
+ * the number of loans, the end of passes whose ranks are killed or stopped at random moments,
+ * refusals while ranks meet, and that nothing is left behind. --long: many more random moments, and
+ * the times of the contract (a few may be late on busy machines). */
 #include "examples/transports/ra_shm.h"
 #include "examples/transports/ring_check.h"
 #include "tests/harness.h"
@@ -38,7 +38,7 @@ typedef struct world {
 static int32_t get(const int32_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 static void put(int32_t *p, int32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 
-/* How late things were: none by a second, and with --long nine in ten within the bound. */
+/* How late returns were: none by a second, and with --long nine in ten within the bound. */
 typedef struct lateness { int64_t worst; int many, late; } lateness;
 
 static void was_late(lateness *l, int64_t ns, int64_t bound_ns) {
@@ -91,7 +91,7 @@ static void start(world *w, void (*fn)(const world *w, int rank)) {
     }
 }
 
-/* Waits for a process, at most ms; kills it then. The wait status, -1: it had to be killed. */
+/* Waits for a process for at most ms, then kills it. Returns the wait status; -1: it was killed. */
 static int reap(pid_t pid, int64_t ms) {
     int64_t until = ra_deadline_ms(ms);
     int status = 0;
@@ -127,7 +127,7 @@ static int entries(const char *path) {
     return n;
 }
 
-/* No child of this process is left, nor anything in /dev/shm that was not there before. */
+/* No child of this process is left, and nothing new in /dev/shm. */
 static void nothing_left(int before) {
     CHECK(waitpid(-1, NULL, WNOHANG) < 0);
     CHECK(entries("/dev/shm") <= before);
@@ -165,7 +165,7 @@ static ra_shm *open_shm(const world *w, const ra_plan *plan, int rank, const cha
     return shm;
 }
 
-/* One forward and one backward pass, their numbers and counters into the shared block. */
+/* One forward and one backward pass; their results and counters go into the shared block. */
 static void attend_once(const world *w, int rank) {
     ra_plan *plan = plan_of(w, rank);
     ra_shm *shm = open_shm(w, plan, rank, "");
@@ -185,7 +185,7 @@ static ra_tensors tensors_of(const ring_rows *r) {
     return x;
 }
 
-/* Pass after pass, forward and backward in turn, until one fails. */
+/* Passes, forward and backward in turn, until one fails. */
 static void attend_for_ever(const world *w, int rank) {
     ra_plan *plan = plan_of(w, rank);
     ra_shm *shm = open_shm(w, plan, rank, "");
@@ -255,8 +255,8 @@ TEST(numbers_are_those_of_one_rank) {
     nothing_left(before);
 }
 
-/* Forward: own chunks are copied once; what arrives or is passed on is lent. The backward pass
- * lends nothing, nor is the frame lent with which the first pass of either kind begins. */
+/* Forward: own chunks are copied once; what arrives or is sent on is lent. Backward lends nothing.
+ * The frame that begins the first pass of either kind is not lent. */
 TEST(loans_are_counted) {
     for (int i = 0; i < 6; i++) {
         world w = world_of(2 + i % 3);
@@ -316,8 +316,8 @@ TEST(loans_come_back) {
     world_free(&w);
 }
 
-/* The contract by hand, one rank that sends to itself: of two slots one is never lent, so messages
- * arrive however many loans are held. */
+/* The contract with single ops, one rank that sends to itself: one of two slots is never lent, so
+ * messages arrive for any number of loans. */
 TEST(one_slot_is_never_lent) {
     char from[3][64], to[3][64];
     ra_transport_op op[6], *ops[6];
@@ -352,8 +352,8 @@ TEST(one_slot_is_never_lent) {
     ra_shm_close(shm);
 }
 
-/* With two slots a lane, of which one is never lent, most receives have to copy; all are counted,
- * and numbers stay the same. */
+/* With two slots per lane, of which one is never lent, most receives have to copy. All are counted,
+ * and results stay the same. */
 TEST(where_loans_cannot_hold_it_copies) {
     world w = world_of(4);
     w.task.tokens = 2048;
@@ -449,7 +449,7 @@ static world world_hit(int i, int most, int64_t most_us, int signal, int64_t dea
     return w;
 }
 
-/* A rank is killed at a random moment: all others' passes end with RA_E_PEER, long before their
+/* A rank is killed at a random moment. All other passes end with RA_E_PEER, long before their
  * deadline. */
 TEST(killed) {
     int before = entries("/dev/shm"), cases = h_run.large ? 500 : 48;
@@ -471,8 +471,8 @@ TEST(killed) {
     judge_lateness(&late, "survivors of a killed rank are out after");
 }
 
-/* A rank is stopped at a random moment: all others are out by their deadline + 100 ms, and so is it
- * when it goes on. */
+/* A rank is stopped at a random moment. All others return within 100 ms of their deadline, and so
+ * does this rank when it continues. */
 TEST(stopped) {
     int before = entries("/dev/shm"), cases = h_run.large ? 100 : 8;
     lateness late = { 0, 0, 0 };
@@ -497,8 +497,8 @@ TEST(stopped) {
     judge_lateness(&late, "peers of a stopped rank are out after their deadline +");
 }
 
-/* All ranks at once: nobody is left who could clean up, and nothing has to be. All are stopped
- * before the first is killed, so that none sees the death of another and ends by itself. */
+/* All ranks at once: no rank is left to clean up, and none needs to. All are stopped before the
+ * first is killed, so that none sees the death of another and ends by itself. */
 TEST(all_killed) {
     int before = entries("/dev/shm");
     for (int i = 0; i < 6; i++) {
@@ -525,14 +525,14 @@ TEST(all_killed) {
     nothing_left(before);
 }
 
-/* Of this thread, whatever else runs here. */
+/* Processor time of this thread, whatever else runs here. */
 static int64_t processor_ns(void) {
     struct timespec t;
     (void)clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Rank 0 never joins the pass but cancels, while the others sleep in theirs. */
+/* Rank 0 never joins the pass and cancels while the others sleep in theirs. */
 static void cancel_or_wait(const world *w, int rank) {
     ra_plan *plan = plan_of(w, rank);
     ra_shm *shm = open_shm(w, plan, rank, "");
@@ -661,8 +661,8 @@ TEST(a_rank_comes_twice) {
     world_free(&w);
 }
 
-/* Rank 0 of two rings under one name: the second is refused while the first waits; once the first
- * was killed the name is free, and nothing stale is in the way. */
+/* Rank 0 of two rings with one name. The second is refused while the first waits. Once the first
+ * was killed the name is free, and nothing old is in the way. */
 TEST(names_collide_and_are_free_again) {
     world a = world_of(2), b = world_of(2);
     int64_t until = ra_deadline_ms(10000);

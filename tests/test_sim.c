@@ -1,5 +1,5 @@
 /* Whole worlds in one thread: every rank has a ring on a network in memory (net.h) and is stepped
- * at random, by several "threads" a rank, with a clock that the test moves. Nothing may block,
+ * at random, by several "threads" per rank, with a clock that the test moves. Nothing may block,
  * every pass must end, and what ends well must be right: against a double-precision reference
  * (small.h) and, where the plan promises it, bit for bit against one rank. Then with faults. */
 #define _POSIX_C_SOURCE 200112L
@@ -17,13 +17,13 @@ enum { PASSES = 3, STUCK = 60000, WATCHDOG = 2000000 };
 
 typedef struct seat {                  /* one rank */
     ra_ring *ring;
-    rank_part part;                   /* of the pass under way */
-    ra_tensors given;                  /* what begin got: it copies, so this is spoilt at once */
+    rank_part part;                   /* of the pass in progress */
+    ra_tensors given;                  /* what begin got; spoilt at once, as it copies */
     small_heap heap;
     uint8_t *workspace;                /* the caller's, with a margin behind it; or null */
     size_t workspace_bytes;
-    int pass, begun, over;             /* problems that are through; over: no more steps */
-    int back, ran;                     /* the backward half of a problem; passes that are through */
+    int pass, begun, over;             /* finished problems; over: no more steps */
+    int back, ran;                     /* the backward half of a problem; finished passes */
     ra_status end;
     int64_t trace_failures;
     int64_t progress_done, progress_all;
@@ -34,7 +34,7 @@ typedef struct world {
     int ranks, passes, threads, join, silent;
     int stalled;                       /* rank that does not come, until `stalled_until`; -1 */
     int64_t stalled_until;
-    int patient;                       /* 1: no watchdog, for nothing is wrong */
+    int patient;                       /* 1: no watchdog, because nothing is wrong */
     int few_ops;                       /* 1: a refusal because of max_ops is fine */
     int checksums;                     /* of all rings */
     int64_t deadline;                  /* of every pass, 0: none */
@@ -151,7 +151,7 @@ static int make_ring(world *w, int r) {
     return 0;
 }
 
-/* One rank's result of the same problem, if the plan says that its bits are the same. */
+/* One rank's result of the same problem, if the plan reports that its bits are the same. */
 static void make_whole(world *w, int pass) {
     ra_plan_report rep;
     small one = w->problem[pass];
@@ -278,7 +278,7 @@ static int same_bits(const rank_part *p, const rank_part *whole) {
     return 1;
 }
 
-/* What the ring counted is what the plan had said. */
+/* What the ring counted is what the plan reports. */
 static void check_counters(world *w, int r) {
     seat *s = &w->seat[r];
     ra_ring_counters c;
@@ -309,7 +309,7 @@ static void check_counters(world *w, int r) {
     SOUND(w, s->progress_done == c.tiles_all || c.tiles_all == 0);
 }
 
-/* Hellos of a rank: one for each plan that it has not met, and one more for its gradients. */
+/* Hellos of a rank: one for each plan that it has not used yet, and one more for its gradients. */
 static int64_t hellos(const world *w) {
     int64_t n = 0;
     for (int i = 0; i < w->passes && w->ranks > 1; i++) {
@@ -347,7 +347,7 @@ static int bits_of_grads(const world *w, int pass) {
     return ra_plan_query(w->plan[pass][0], 0, &p) == RA_OK && p.backward.bits_any_ranks;
 }
 
-/* A pass that ended well is right, and nobody looks at its tensors any more. */
+/* A pass that ended well is right, and the library does not use its tensors any more. */
 static void end_pass(world *w, int r) {
     seat *s = &w->seat[r];
     const rank_part *whole = w->whole[s->pass].s ? &w->whole[s->pass] : NULL;
@@ -488,7 +488,7 @@ static int pick_size(int ranks) {
     return small_range(1, 200 * (ranks < 6 ? ranks : 6));
 }
 
-/* Nothing is wrong: every pass ends, and is right. Returns the passes of a rank. */
+/* Nothing is wrong: every pass ends and is right. Returns the passes of a rank. */
 static int64_t one_fair(h_rng rng, int ranks) {
     net_config c;
     world *w;
@@ -520,7 +520,8 @@ TEST(worlds) {
     printf("%lld worlds, %lld passes of a rank\n", (long long)ran, (long long)passes);
 }
 
-/* A transport of one address space that takes few ops at once: obeyed, or refused in time. */
+/* A transport with one address space that takes few ops at once: used correctly, or refused in
+ * time. */
 TEST(shared_few_ops) {
     int64_t passes = 0, refusals = 0;
     for (int64_t i = 0; i < 200; i++) {
@@ -549,7 +550,7 @@ TEST(shared_few_ops) {
 
 /* -------------------------------------------------------------------------- after a failure */
 
-/* The first rank that failed met the fault itself; all others may also have heard of it, or have
+/* The first rank that failed met the fault itself. All others may also have been told, or have
  * waited in vain. */
 static int64_t unposted, awaited;      /* messages that failures named, by what rings remembered */
 
@@ -558,8 +559,8 @@ static int is_echo(const world *w, ra_status st) {
     return st == RA_E_PEER || (st == RA_E_TIMEOUT && w->deadline);
 }
 
-/* What the ring remembers ends with the failure. If that names the message of a chunk, then this
- * was posted, unless it had no room yet, and has not ended since. */
+/* The events of the ring end with the failure. If they name the message of a chunk, it was posted,
+ * unless there was no room for it yet, and has not ended since. */
 static void check_events(world *w, const ra_ring *ring, const ra_failure *f) {
     ra_event e[RA_EVENTS + 1];
     const int n = ra_ring_events(ring, e, RA_EVENTS + 1);
@@ -596,7 +597,7 @@ static void check_failure(world *w, int r) {
     SOUND(w, f.status == s->end);
     SOUND(w, f.rank == r);
     check_events(w, s->ring, &f);
-    SOUND(w, f.pass == s->ran + 1 || f.pass == s->ran);        /* cancelled between two */
+    SOUND(w, f.pass == s->ran + 1 || f.pass == s->ran);        /* cancelled between passes */
     SOUND(w, f.text[0] != 0 && memchr(f.text, 0, sizeof f.text) != NULL);
     SOUND(w, f.sending >= -1 && f.sending <= 1 && f.peer >= -1 && f.peer < w->ranks);
     SOUND(w, s->trace_failures == 1);
@@ -609,7 +610,7 @@ static void check_failure(world *w, int r) {
     SOUND(w, w->net->rank[r].why == s->end);
 }
 
-/* Everybody has ended, or will not be stepped again: takes the world apart. */
+/* All ranks have ended, or will not be stepped again: destroys the world. */
 static void close_failed(world *w) {
     for (int r = 0; r < w->ranks; r++) {
         seat *s = &w->seat[r];
@@ -683,7 +684,7 @@ static int some_sender(const world *w, int64_t *messages) {
 
 static int one_of(int x, int a, int b, int c) { return x == a || x == b || x == c; }
 
-/* Whether rank r may say what it says because of the fault itself. */
+/* 1 if rank r may report this because of the fault itself. */
 static int fits(const world *w, int r) {
     const net_fault *f = &w->net->c.fault;
     int status = w->seat[r].end, code = f->value == RA_E_PEER ? RA_E_PEER : RA_E_IO;
@@ -759,8 +760,8 @@ static void check_fault(world *w, fault_tally *t) {
         SOUND(w, w->seat[r].end == RA_OK || is_echo(w, w->seat[r].end) || fits(w, r));
 }
 
-/* One fault of the network: an error of the right kind where it happens, an end everywhere, never a
- * wrong number. */
+/* One fault of the network: an error of the right kind where it happens, an end on every rank,
+ * never a wrong number. */
 static void one_fault(h_rng rng, fault_tally *t) {
     world *w = fault_world(rng, 2);
     if (open_world(w)) {
@@ -788,8 +789,8 @@ TEST(faults) {
     CHECK_EQ(hook_broken, 0);
 }
 
-/* CRC-32C has the values of RFC 3720, appendix B.4, however it is computed and in whatever parts;
- * any bit that differs makes another one. */
+/* CRC-32C has the values of RFC 3720, appendix B.4, for every way to compute it and for any parts.
+ * Any bit that differs gives another one. */
 TEST(checksums) {
     enum { MOST = 1 << 18 };
     uint8_t *data = (uint8_t *)calloc(1, MOST + 64);
@@ -815,7 +816,7 @@ TEST(checksums) {
     free(data);
 }
 
-/* Steps the world up to some moment; a rank that is then at work. -1: there is none. */
+/* Steps the world to a random moment. Returns a rank that is then at work; -1: there is none. */
 static int some_moment(world *w) {
     int victim = small_range(0, w->ranks - 1);
     int64_t steps = (int64_t)small_rand(60) * (int64_t)small_rand(40);
@@ -843,9 +844,9 @@ static void check_silence(world *w) {
         SOUND(w, w->seat[r].end == RA_OK || is_echo(w, w->seat[r].end));
 }
 
-/* A rank stops coming. Who waits for it says so: by the watchdog, earlier by a deadline, or (told)
- * at once, as the transport knows that it is dead. tally: ends by the watchdog or notice, by a
- * deadline. */
+/* A rank stops coming. The ranks that wait for it report it: by the watchdog, earlier by a
+ * deadline, or at once if the transport knows that it is dead. tally: ends by the watchdog or such
+ * a notice, by a deadline. */
 static void one_silence(h_rng rng, int told, int64_t tally[2]) {
     world *w = fault_world(rng, 2);
     if (open_world(w)) {
@@ -880,7 +881,7 @@ TEST(notified_deaths) {
     CHECK_EQ(hook_broken, 0);
 }
 
-/* Returns 1 if the pass of the rank that cancelled ended by that. */
+/* Returns 1 if cancelling ended the pass of the rank that did it. */
 static int one_cancel(h_rng rng) {
     world *w = fault_world(rng, 1);
     int victim = -1, cancelled = 0;
@@ -912,8 +913,8 @@ TEST(cancel) {
     CHECK_EQ(hook_broken, 0);
 }
 
-/* A fault of the network and then a rank that stops coming, dies or cancels: all end, with nothing
- * that none of the two can be, and what ended well is right. */
+/* A fault of the network, and then a rank that stops coming, dies or cancels: all passes end, each
+ * for a reason that one of the two explains, and what ended well is right. */
 static void one_of_both(h_rng rng) {
     world *w = fault_world(rng, 2);
     if (open_world(w)) {
@@ -950,7 +951,7 @@ enum {
 
 static int diff_named, diff_seen;
 
-/* What the text of the failure says; one in 256 times a byte of hash is equal by chance. */
+/* What the text of the failure must say. In one case of 256 a byte of hash is equal by chance. */
 static const char *const diff_text[DIFFS] = {
     ": scale", ": scale", ": scale", ": dtypes", ": mask", ": mask", ": mask", ": mask", ": mask",
     ": sizes", ": chunk_tokens", ": chunk_tokens", ": layout", ": sizes", ": mask", ": mask",
@@ -959,8 +960,8 @@ static const char *const diff_text[DIFFS] = {
     ": chunk_tokens", "", ""
 };
 
-/* A problem in which every rank sends something to every other, in messages whose number and length
- * do not depend on what is changed below. */
+/* A problem in which every rank sends something to every other rank. The number and length of
+ * messages do not depend on what is changed below. */
 static void agree(small *s, int ranks, int diff) {
     static const int shape[4] = { 2, 1, 4, 4 };
     problem *p = &s->p;
@@ -1009,7 +1010,7 @@ static void agree(small *s, int ranks, int diff) {
     if (diff == DIFF_TOKENS_OF) s->d.kv_tokens_of = NULL;
 }
 
-/* What the odd rank has instead. x: room for its own arrays. */
+/* What the differing rank has instead. x: room for its own arrays. */
 static void disagree(small *x, int diff) {
     static ra_run runs[NET_RANKS];
     ra_desc *d = &x->d;
@@ -1062,7 +1063,7 @@ static void disagree(small *x, int diff) {
     }
 }
 
-/* One descriptor field differs on one rank: RA_E_MISMATCH, whatever it is, unless it is local. */
+/* One descriptor field differs on one rank: RA_E_MISMATCH for every field, unless it is local. */
 static void one_difference(int64_t i) {
     h_rng rng = h_case_rng(i);
     int diff = (int)(i % DIFFS), local = diff == DIFF_ISA || diff == DIFF_THREADS, ranks, odd;
@@ -1144,10 +1145,10 @@ static void route_make(small *s, int ranks, int other) {
     small_desc(s);
 }
 
-/* One rank has another plan. It and the rank after it say in what it differs, from the rank before;
- * the others hear that they have stopped. No time passes that anybody could wait for: there is
- * neither a deadline nor a watchdog. With LENT every send of a chunk waits for its release, which a
- * rank that has stopped never gives. */
+/* One rank has another plan. It and the rank after it report in what it differs from the rank
+ * before; the others learn that they have stopped. No time passes: there is neither a deadline nor
+ * a watchdog. With LENT every send of a chunk waits for its release, which a rank that has stopped
+ * never gives. */
 enum { ROUTE_DRAWN, ROUTE_SHARED, ROUTE_LENT, ROUTE_WAYS };
 static void one_route(h_rng rng, int ranks, int odd, int other, int way) {
     small *x = (small *)calloc(1, sizeof *x);
@@ -1221,7 +1222,7 @@ TEST(differing_routes) {
 
 /* -------------------------------------------------------------------------- seeds */
 
-/* What a seed means depends on the seed alone. Returns whether something was wrong. */
+/* What a seed means depends only on the seed. Returns 1 if something was wrong. */
 static int one_seed(int64_t seed) {
     static fault_tally faults;
     static int64_t tally[2];
@@ -1238,8 +1239,8 @@ static int one_seed(int64_t seed) {
     return h_run.bad > bad;
 }
 
-/* Seeds from + nth, from + nth + workers, ... Stops at the first that is wrong; if it is the only
- * one, it is run again with its schedule in print. */
+/* Seeds from + nth, from + nth + workers, ... Stops at the first that fails. If it is the only
+ * seed, it is run again and its schedule printed. */
 static int some_seeds(int64_t from, int64_t seeds, int nth, int workers) {
     for (int64_t i = nth; i < seeds; i += workers) {
         h_run.case_now = -1;

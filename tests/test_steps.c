@@ -1,7 +1,7 @@
 /* ra_step and ra_infer_step. Proves that one step is a bounded amount of work for any length of
- * sequence, counted in tiles and in loaded panels, or by what the kernels of a cache do, that the
- * next step of any thread continues an unfinished one, and that no bit of the outputs depends on
- * that; and that the merges of those steps are right. */
+ * sequence, counted in tiles and in loaded panels, or by what the kernels of a cache do; that the
+ * next step of any thread continues an unfinished one, and no bit of the outputs depends on that;
+ * and that the merges of those steps are right. */
 #include "hooks.h"
 #include <math.h>
 
@@ -99,7 +99,7 @@ static int64_t tiles_done(const rig *g) {
     return c.tiles_partial + c.tiles_full;
 }
 
-/* Steps of one thread to the end of a pass; no step does more tiles than `most`. */
+/* Steps of one thread to the end of a pass. No step computes more tiles than `most`. */
 static int64_t walk(rig *g) {
     int64_t steps = 0, before = 0;
     ra_job job = rig_job(g);
@@ -135,7 +135,7 @@ static int path_case(int64_t i, const struct path *p) {
 }
 
 /* Long chunks, both passes, keys or queries that travel: the work of one task and chunk is spread
- * over steps, each with its trace and progress. way 0 is the forward pass. */
+ * over several steps, each with its trace and progress. way 0 is the forward pass. */
 TEST(steps_are_bounded) {
     for (int64_t i = 0; i < 2 * PATHS; i++) {
         const int way = paths[i / 2].way, threads = i % 2 ? 3 : 1;
@@ -181,7 +181,7 @@ TEST(rows_are_bounded) {
     }
 }
 
-/* 64K rows in one chunk: cancelled, or late, after some steps, a call computes no further. */
+/* 64K rows in one chunk: a call that is cancelled or late after some steps computes no more. */
 TEST(cancel_and_deadline) {
     for (int64_t i = 0; i < PATHS; i++) {
         const int way = paths[i].way, late = (int)(i % 2);
@@ -238,7 +238,7 @@ TEST(another_thread_goes_on) {
 
 /* -------------------------------------------------------------------------- rows that are read */
 /* A window over many chunks: every row of queries and of O is loaded for the chunks that it sees
- * and no other. */
+ * and for no other. */
 TEST(unseen_chunks_cost_no_rows) {
     for (int64_t i = 0; i < 6; i++) {
         const int zigzag = i >= 3;
@@ -317,7 +317,7 @@ static shelf shelf_of(int64_t i) {
     return x;
 }
 
-/* No step of a call on a cache does more than ra_step would, and threads that leave what they have
+/* No step of a call on a cache does more than ra_step would. Threads that leave what they have
  * begun change no bit. */
 TEST(cache_steps_are_bounded) {
     for (int64_t i = 0; i < 12; i++) {
@@ -351,7 +351,7 @@ TEST(cache_steps_are_bounded) {
     }
 }
 
-/* Lanes without keys are cleared and merged: that is work too. */
+/* Lanes without keys are cleared and merged, which is work too. */
 TEST(cache_empty_lanes_are_work) {
     enum { LANES = 1024, TOKENS = 64, HEADS = 32, DIM = 64 };
     const int64_t work = (2 * LANES - 1) * (int64_t)TOKENS * HEADS * (DIM + 1);
@@ -369,7 +369,7 @@ TEST(cache_empty_lanes_are_work) {
     shelf_close(&x);
 }
 
-/* Cancellation and a deadline end a call after the step in progress, in the midst of an item. */
+/* Cancellation and a deadline end a call after the step in progress, in the middle of an item. */
 TEST(cache_cancel_and_deadline) {
     for (int64_t i = 0; i < 8; i++) {
         shelf x;

@@ -11,7 +11,7 @@
 enum { TN_RINGS = 2, TN_RANKS = 8 };
 #define TN_MS ((int64_t)1000000)
 
-/* Listening sockets of all ranks, made before the ranks start, so that ports are free ones. */
+/* Listening sockets of all ranks, made before the ranks start, so that their ports are free. */
 typedef struct tn_world {
     int ranks, rings, fd[TN_RINGS][TN_RANKS];
     uint32_t first;                    /* number of its first ring */
@@ -124,8 +124,8 @@ TEST(conformance_v6) {
     else CHECK_EQ(cf_judge(&m, h_run.large ? NULL : "es", 0, stdout).failed, 0);
 }
 
-/* Processes that the suite did not start, as under mpirun; every world on the same ports, told
- * apart by the number of its ring. */
+/* Processes that the suite did not start, as under mpirun. Every world uses the same ports; the
+ * number of its ring tells it from the others. */
 static void *tn_outside_make(void *user, int ranks, int rings) {
     static uint32_t count;
     const tn_world *ports = (const tn_world *)user;
@@ -189,7 +189,7 @@ static tn_watch *tn_watch_new(void) {
     return (tn_watch *)p;
 }
 
-/* Passes until one fails: how it ended, and how long after its deadline it came back. */
+/* Passes until one fails. Returns how it ended, and how long after its deadline. */
 static void tn_passes(tn_world *w, tn_watch *seen, int rank, int64_t ms) {
     static cf_shared shared;
     cf_maker m = tn_maker("", 1);
@@ -250,8 +250,8 @@ static void tn_spoil(int signal_number) {
     errno = was;
 }
 
-/* A rank of two or three gets a signal at a random moment; the others must come back, and so must
- * this one unless it is killed or stopped. */
+/* A rank of two or three gets a signal at a random moment. The others must return, and so must this
+ * one, unless it is killed or stopped. */
 static void tn_lose_a_rank(int signal_number, int rounds) {
     const int spoils = signal_number == SIGUSR1 || signal_number == SIGUSR2;
     tn_watch *seen = tn_watch_new();
@@ -341,7 +341,7 @@ static int tn_call(const char *address) {
     return fd;
 }
 
-/* One message from rank 1 to rank 0 through two opened transports; what rank 0's receive became. */
+/* One message from rank 1 to rank 0 through two open transports; returns how the receive ended. */
 static int tn_message(ra_tcp *zero, ra_tcp *one) {
     uint8_t in[3000], out[3000];
     ra_transport_op op[2], *list[2] = { &op[0], &op[1] };
@@ -386,8 +386,8 @@ static void tn_refused(const ra_tcp_desc *zero, const ra_tcp_desc *one, int want
     ra_tcp_close(o[1].tcp);
 }
 
-/* What differs is named. Without a key at once; with one, who has not shown it decides nothing, and
- * it is at the end of connect_ns. */
+/* What differs is named. Without a key this is at once. With a key, a peer that has not shown it
+ * decides nothing, so it is at the end of connect_ns. */
 TEST(ranks_that_disagree) {
     for (int i = 0; i < 4; i++) {
         static const char *const word[] = { "world", "ring", "ranks", "shape" };
@@ -480,7 +480,7 @@ TEST(nobody_there) {
     tn_end(w);
 }
 
-/* The longest patience there is. */
+/* The longest possible connect_ns. */
 TEST(patience_without_end) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     ra_tcp_desc zero = tn_desc(w, 0, 0), one = tn_desc(w, 0, 1);
@@ -502,9 +502,9 @@ TEST(listens_on_its_own_address_alone) {
     tn_end(w);
 }
 
-/* Strangers call first: silent ones, more than there are places for, one that talks nonsense, one
- * that begins like a rank and goes on byte by byte. The ring forms anyway, and then nobody
- * can call any more. */
+/* Strangers call first: silent ones, more than there are places for, one that sends nonsense, one
+ * that begins like a rank and continues byte by byte. The ring forms nevertheless, and then nobody
+ * can connect any more. */
 TEST(strangers) {
     enum { SILENT = 2 * RA_TCP_STRANGERS };
     static const char nonsense[] = "GET / HTTP/1.1\r\nHost: the ring, please, and a lot of bytes "
@@ -535,8 +535,8 @@ TEST(strangers) {
 }
 
 /* -------------------------------------------------------------------------- in between
- * Somebody on the path of rank 1 to rank 0: passes bytes on, keeps a copy of what rank 1 says, and
- * from byte `spoil` on changes it. */
+ * A relay on the path of rank 1 to rank 0: passes bytes on, keeps a copy of what rank 1 sends, and
+ * changes it from byte `spoil` on. */
 typedef struct tn_path {
     int listener, stop;                /* stop: atomic */
     const char *to;
@@ -573,7 +573,7 @@ static void *tn_path_main(void *arg) {
     return NULL;
 }
 
-/* Two ranks, rank 1 by way of p; its address goes to `at`. Returns what became of a message. */
+/* Two ranks, rank 1 through p; its address goes to `at`. Returns how a message ended. */
 static int tn_by_way_of(tn_path *p, tn_world *w) {
     ra_tcp_desc zero = tn_desc(w, 0, 0), one = tn_desc(w, 0, 1);
     const char *at[2];
@@ -601,8 +601,8 @@ static int tn_by_way_of(tn_path *p, tn_world *w) {
     return got;
 }
 
-/* Bytes that change on the way: nonsense in a head closes the connection, and sealed, so does any
- * change; nothing is written where it does not belong. */
+/* Bytes that change on the way. Nonsense in a head closes the connection, and in the sealed form so
+ * does any change. Nothing is written where it does not belong. */
 TEST(spoilt_on_the_way) {
     for (int i = 0; i < 8; i++) {
         size_t shake = RA_TCP_HELLO + RA_TCP_START + RA_TCP_HEAD + RA_TCP_A;
@@ -621,7 +621,8 @@ TEST(spoilt_on_the_way) {
 }
 
 #ifdef RA_TCP_SODIUM
-/* Rank 1 with another key does not get in, nor does one without; the right one then does. */
+/* Rank 1 with another key does not get in, nor does one without; then one with the right key
+ * does. */
 TEST(wrong_key) {
     static const char wrong[32] = "thirty-two bytes of test secreT";
     for (int i = 0; i < 2; i++) {
@@ -649,7 +650,7 @@ TEST(wrong_key) {
     }
 }
 
-/* Everything that rank 1 sent in a good run, sent again by a stranger, opens nothing. */
+/* All that rank 1 sent in a good run, sent again by a stranger, opens nothing. */
 TEST(replayed_handshake) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     ra_tcp_desc zero, one;
@@ -676,7 +677,7 @@ TEST(replayed_handshake) {
     tn_end(w);
 }
 
-/* What goes over the wire does not show what is sent. */
+/* The bytes on the wire do not show what is sent. */
 TEST(nothing_in_the_clear) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     int run = 0, longest = 0;

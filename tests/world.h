@@ -14,7 +14,7 @@ typedef struct outcome {
     double d_sinks[64];                /* sums over ranks */
     float *d_bias;                     /* [B][Hq][q_max][k_max], or null without a bias */
     int64_t guard_broken;              /* bytes written outside of rows, inputs changed */
-    int64_t missing;                   /* query rows held by no rank or by two */
+    int64_t missing;                   /* query rows that no rank has, or two have */
     int64_t empty_wrong;               /* empty query cells whose o is not 0 */
     int32_t no_lse;
     int32_t rough;                     /* weights were rounded to bf16 */
@@ -179,8 +179,8 @@ static ra_status seat_run(ra_world *library_world, int rank, void *user) {
     return e->status;
 }
 
-/* Without ranks: the threads of ra_attention one after the other in a random order, over a
- * workspace full of garbage. */
+/* Without a ring: the threads of ra_attention one after another in a random order, in a workspace
+ * full of garbage. */
 static inline ra_status seat_attention(seat *e) {
     const setup *s = e->s;
     int nth = s->threads, order[16], j;
@@ -300,8 +300,8 @@ static inline ra_status world_open(world *w, const problem *p, const setup *s) {
     return status;
 }
 
-/* Does the library compute d in bf16? Not under dropout, and by AMX not in the decode
- * form of ra_attention: see decodes_in_f32. */
+/* 1 if the library computes d in bf16: not under dropout, and by AMX not in the decoding form of
+ * ra_attention, see decodes_in_f32. */
 static inline int rounds_weights(const ra_desc *d) {
     int32_t isa = d->isa ? d->isa : ra_isa_best();
     return d->q_dtype == RA_BF16 && d->k_dtype == RA_BF16 &&
@@ -314,7 +314,7 @@ static inline int decodes_in_f32(const setup *s, const ra_desc *d) {
            (d->isa ? d->isa : ra_isa_best()) != RA_ISA_AVX512_BF16;
 }
 
-/* May the library decode d, in q8_0, by products of integers? */
+/* 1 if the library may decode d, in q8_0, by products of integers. */
 static inline int may_use_integers(const ra_desc *d) {
     const int32_t isa = d->isa ? d->isa : ra_isa_best();
     return d->k_dtype == RA_Q8_0 && (d->v_in_k || d->v_dtype == RA_Q8_0) &&
@@ -369,8 +369,8 @@ static inline outcome world_run(const problem *p, const setup *s) {
     return r;
 }
 
-/* Worst |got - real| over the bar; rough: P, dS and dO are rounded to bf16. Where the oracle has a
- * NaN there must be one. */
+/* Worst |got - real| over the tolerance. rough: P, dS and dO are rounded to bf16. Where the oracle
+ * has a NaN there must be one. */
 static inline double worst_gradient(const float *got, const double *real, const double *bar,
                                     int64_t n, int rough) {
     double worst = 0;
@@ -410,7 +410,7 @@ static inline void outcome_free(outcome *r) {
     free(r->d_q); free(r->d_k); free(r->d_v); free(r->d_bias);
 }
 
-/* CHECKs that a run ended well and kept to its memory. */
+/* CHECKs that a run ended well and stayed within its memory. */
 static inline int outcome_whole(const outcome *r) {
     if (!CHECK_EQ(r->status, RA_OK)) { printf("    %s\n", r->text); return 0; }
     return CHECK_EQ(r->guard_broken, 0) & CHECK_EQ(r->missing, 0) & CHECK_EQ(r->empty_wrong, 0);
@@ -420,7 +420,7 @@ static inline int outcome_whole(const outcome *r) {
 typedef struct verdict { double o_error, lse_error, o_ratio, lse_ratio; } verdict;
 
 /* Compares with the oracle. O: 2e-6, plus the slack if the problem is loose, plus half a step of a
- * 16-bit o, plus what rounding of weights to bf16 and of q8_0's products explains. LSE: 4e-6
+ * 16-bit o, plus what the rounding of weights to bf16 and of q8_0's products explains. LSE: 4e-6
  * max(1, |L|), plus the slack, plus one rounding. Ratios are in units of these. */
 static inline verdict outcome_judge(const outcome *r, const problem *p, const truth *t) {
     verdict w = { 0, 0, 0, 0 };
@@ -504,8 +504,8 @@ static inline void problem_rises(problem *p, float rise, h_rng *r) {
                                     : dtype_round(rise * (float)(i / 64) + (float)(i % 2), RA_BF16);
 }
 
-/* m of such a problem's state after all keys is the first block's maximum, except in rows whose
- * scores `rise` so far that l would pass the limit. */
+/* m of such a problem's state after all keys is the maximum of the first block, except in rows
+ * whose scores `rise` so far that l would exceed the limit. */
 static inline void stale_maxima(const problem *p, int32_t isa, int rise, float limit) {
     const int64_t rows = p->q_max, n = rows * p->Dk;
     const int32_t size = (int32_t)element_bytes(p->q_dtype);

@@ -130,7 +130,7 @@ static inline ra_status infer_hop(const ra_transport *net, ra_transport_op op[2]
     return s;
 }
 
-/* A hop has failed: stops the other ranks, and waits until the transport has let go of its ops. */
+/* A hop has failed: stops the other ranks, and waits until the transport no longer uses its ops. */
 static inline ra_status infer_hop_failed(infer_rank *r, ra_status s) {
     const ra_transport *net = r->net;
     if (net->abort) (void)net->abort(net->ctx, s);
@@ -139,7 +139,7 @@ static inline ra_status infer_hop_failed(infer_rank *r, ra_status s) {
 }
 
 /* Gives every rank the chosen tokens from `want` to `count`: each rank receives from the rank
- * before it what that one has, then from the one 2 before it, which has those of two ranks by now,
+ * before it what that one has, then from the one 2 before it, which by then has those of two ranks,
  * then 4, and so on. */
 static inline ra_status infer_share(infer_rank *r, int64_t want, int64_t count) {
     const int32_t ranks = r->e->o.ranks;
@@ -384,8 +384,8 @@ static inline ra_status infer_forward(infer_rank *r, int64_t first, int64_t coun
 }
 
 /* -------------------------------------------------------------------------- a text */
-/* Guesses what follows the tokens by what followed their last few at an earlier place: the longest
- * match of 3, 2 or 1 tokens, the latest place. */
+/* Guesses the next tokens as those that followed the last few tokens at an earlier place: the
+ * longest match of 3, 2 or 1 tokens, at the latest such place. */
 static inline int64_t infer_guess(const int32_t *tokens, int64_t count, int64_t most,
                                   int32_t *guess) {
     for (int64_t n = 3; n >= 1; n--) {
@@ -417,9 +417,9 @@ static inline int infer_take(infer_rank *r, int64_t *count, int32_t id) {
 }
 
 /* Generates token after token. `count` tokens are known, and all except the last are cached. With
- * guesses a call computes the last token and the guesses. A guess is right if it is the token that
- * follows the one before it. What is cached after the right ones is overwritten later: the next
- * call passes a smaller count. */
+ * guesses, a call computes the last token and the guesses. A guess is right if it is the token that
+ * follows the one before it. Wrong ones in the cache are overwritten later: the next call passes a
+ * smaller count. */
 static inline ra_status infer_decode(infer_rank *r, int64_t *count, int64_t *cached) {
     const infer_options *o = &r->e->o;
     ra_status s = RA_OK;

@@ -1,7 +1,7 @@
 /* Text to tokens and back, by the vocabulary in a GGUF file: byte-level BPE ("gpt2", with the word
  * rules of GPT-2, Llama 3 and Qwen 2) and SentencePiece ("llama"; characters without a token become
- * tokens of their bytes). Both join neighbouring pairs, the best pair first. The best pair is that
- * of the lowest merge for BPE, and that with the highest score of the result for SentencePiece. */
+ * tokens of their bytes). Both join two neighbours at a time, the best two first: for BPE those of
+ * the lowest merge, for SentencePiece those whose result has the highest score. */
 #if !defined(INFER_TOKENIZER_H)
 #define INFER_TOKENIZER_H
 

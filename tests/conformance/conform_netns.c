@@ -1,9 +1,9 @@
 /* The conformance suite on examples/transports/ra_tcp.h between network namespaces: each rank is a
- * process in a namespace of its own. bench/netns.sh makes the namespaces and their links.
+ * process in a separate namespace. bench/netns.sh makes the namespaces and their links.
  *
  *   conform_netns PORT NAMESPACE ADDRESS [NAMESPACE ADDRESS]...
  *
- * The suite asks each rule of as many ranks as there are namespaces. */
+ * The suite tests each rule with as many ranks as there are namespaces. */
 #define _GNU_SOURCE
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
@@ -23,7 +23,7 @@ typedef struct nn_world {
 static char **nn_names;                /* of rank r: [2 r] the namespace, [2 r + 1] the address */
 static int nn_port;
 
-/* Every world has ports of its own, for a port that was closed may still have late segments. */
+/* Every world has separate ports, because a port that was closed may still have late segments. */
 static void *nn_make(void *user, int ranks, int rings) {
     static uint32_t worlds;
     nn_world *w = (nn_world *)calloc(1, sizeof *w);

@@ -1,7 +1,7 @@
 #ifndef RINGATTN_CONFORMANCE_H
 #define RINGATTN_CONFORMANCE_H
 
-/* Does a transport keep the contract of ra_transport? One header for whoever writes one.
+/* Does a transport keep the contract of ra_transport? One header for authors of transports.
  *
  *   #define _POSIX_C_SOURCE 200809L
  *   #define RINGATTN_IMPLEMENTATION
@@ -18,14 +18,14 @@
  *       return cf_suite(&m, stdout) != 0;
  *   }
  *
- * Every test runs in a child process of its own under a time limit, its ranks as threads of that
+ * Every test runs in a separate child process under a time limit, with its ranks as threads of that
  * process or as processes. So a transport that hangs or crashes costs one test. Each line of the
- * report is a capability: passed with these numbers of ranks, not claimed, or broken; and then
- * which sentence of the contract is broken, on which rank, and how that shows.
+ * report is a capability: passed with these numbers of ranks, not claimed, or broken; then which
+ * sentence of the contract is broken, on which rank, and how that shows.
  *
- * The suite asks no more than the contract gives: no test needs a send to be done before its
- * receive is posted, for a transport may hold no message at all. Time is looked at only where the
- * contract speaks of it, and then with a second or more to spare. */
+ * The suite requires no more than the contract does: no test needs a send to be done before its
+ * receive is posted, because a transport may hold no message at all. Times are checked only where
+ * contract names them, and then with a second or more to spare. */
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -46,9 +46,9 @@
 enum { CF_MOST_RANKS = 8, CF_MOST_RINGS = 2, CF_FLAGS = 8 };
 enum { CF_TOKENS = 1024, CF_HEADS = 2, CF_DIM = 16, CF_ROW = CF_HEADS * CF_DIM };
 
-/* For processes that run already, as under mpirun: each calls cf_suite, each makes every world, in
- * which those from its number of ranks on have no part. They share a file that is new for the run.
- * A test that hangs then hangs the run, which should have a timeout of its own, and after a breach
+/* For processes that already run, as under mpirun. Each calls cf_suite and makes every world; the
+ * processes beyond a world's number of ranks take no part in it. They share a file that is new for
+ * the run. A test that hangs hangs the run, which should have its own timeout, and after a breach
  * nothing more is judged. */
 typedef struct cf_outside { int rank, ranks; const char *file; } cf_outside;
 
@@ -137,7 +137,7 @@ static const char *const cf_rule_text[] = { CF_RULES(CF_TEXT) NULL };
 /* What the ranks of a test share, in a mapped file: they may be processes. */
 typedef struct cf_shared {
     int32_t arrived, round;            /* of the barrier */
-    int32_t over;                      /* 1: somebody has found a breach */
+    int32_t over;                      /* 1: a rank has found a breach */
     int32_t rule;                      /* -1: none */
     int32_t unclaimed;                 /* 1: the transport does not claim what the test is about */
     int32_t flag[CF_MOST_RANKS][CF_FLAGS];
@@ -358,8 +358,8 @@ static inline int cf_check_received(cf_rank *r, cf_op *o) {
     return 1;
 }
 
-/* An op that is DONE: what the contract says about that moment. Then a send's buffer is used for
- * something else. */
+/* An op that is DONE: checks what the contract says about that moment. Then a send's buffer is used
+ * for something else. */
 static inline int cf_check_done(cf_rank *r, cf_op *o) {
     size_t guard = (size_t)(o->own - o->mem);
     o->checked = 1;
@@ -378,7 +378,7 @@ static inline int cf_check_done(cf_rank *r, cf_op *o) {
     return 1;
 }
 
-/* Receives that are DONE must stay as they are. */
+/* Receives that are DONE must stay unchanged. */
 static inline int cf_check_kept(cf_rank *r, cf_op *const *ops, int n) {
     for (int i = 0; i < n; i++) {
         cf_op *o = ops[i];
@@ -402,7 +402,7 @@ static inline int cf_check_fields(cf_rank *r, const cf_op *o) {
                     (unsigned long long)a->tag, (unsigned long long)b->tag);
 }
 
-/* What a call left of each op. before: the states before it. */
+/* Checks what a call did to each op. before: the states before it. */
 static inline int cf_check_states(cf_rank *r, cf_op *const *ops, int n, const int32_t *before,
                                   int posting) {
     for (int i = 0; i < n; i++) {
@@ -432,7 +432,7 @@ static inline int cf_check_states(cf_rank *r, cf_op *const *ops, int n, const in
     return 1;
 }
 
-/* Where one op of a (peer, channel, direction) stays idle, all behind it do. */
+/* If one op of a (peer, channel, direction) stays idle, all after it do. */
 static inline int cf_check_prefix(cf_rank *r, cf_op *const *ops, int n, const int32_t *before) {
     for (int i = 0; i < n; i++)
         for (int j = i + 1; j < n && ops[i]->op.state == RA_MSG_IDLE; j++) {
@@ -499,7 +499,8 @@ static inline int cf_unfinished(cf_op *const *ops, int n) {
     return left;
 }
 
-/* Posts and polls as a ring does, until all ops are done or ns have passed: 1, 0 (over), 2. */
+/* Posts and polls as a ring does, until all ops are done (1), the test is over (0) or ns have
+ * passed (2). */
 static inline int cf_drive(cf_rank *r, int ring, cf_op *const *ops, int n, int64_t ns) {
     int64_t until = ra_now_ns() + ns;
     while (cf_unfinished(ops, n)) {
@@ -553,7 +554,7 @@ static inline size_t cf_largest(const cf_rank *r) {
 
 static inline int cf_channels(const cf_rank *r) { return r->t[0]->channels > 1 ? 2 : 1; }
 
-/* Ops that may be pending at once, of `cap` that a test would like. */
+/* How many ops may be pending at once, of the `cap` that a test would use. */
 static inline int cf_depth(const cf_rank *r, int cap) {
     int most = r->t[0]->max_ops ? (int)(r->t[0]->max_ops < 64 ? r->t[0]->max_ops : 64) : 2;
     return most < cap ? most : cap;
@@ -618,8 +619,8 @@ static inline void cf_t_sizes(cf_rank *r) {
         if (!cf_swap(r, 0, 2 * i, (size_t)size[i], CF_PROGRESS)) return;
 }
 
-/* Rank 0 sends. When the send is DONE it makes no more calls until rank 1 has the message. Without
- * a send that is DONE it is PROGRESS that is missing. */
+/* Rank 0 sends. When the send is DONE it makes no more calls until rank 1 has the message. If the
+ * send is never DONE, what is missing is PROGRESS. */
 static inline void cf_t_arrives(cf_rank *r) {
     static const int size[] = { 64, 60013, 900001 };
     for (int i = 0; i < (int)(sizeof size / sizeof *size) && r->rank < 2; i++) {
@@ -640,7 +641,7 @@ static inline void cf_t_largest(cf_rank *r) {
     if (cf_swap(r, 0, 0, cf_largest(r), CF_LARGEST)) cf_meet(r);
 }
 
-/* Batches of many messages of one length to each neighbour, in an order of its own per flow. */
+/* Batches of many messages of one length to each neighbour, in a separate order per flow. */
 static inline void cf_t_order(cf_rank *r) {
     int depth = cf_depth(r, 48), each = depth / 4 ? depth / 4 : 1, seq[2] = { 0, 0 };
     int ways = depth >= 4 ? 2 : 1;
@@ -664,7 +665,7 @@ static inline void cf_t_order(cf_rank *r) {
     }
 }
 
-/* A message whose receive is not there yet holds up no other flow: not another channel, ... */
+/* A message whose receive is not posted yet delays no other flow: not another channel, ... */
 static inline int cf_other_channel(cf_rank *r) {
     for (int first = 0; first < 2 && cf_channels(r) == 2; first++) {
         cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
@@ -707,7 +708,7 @@ static inline void cf_t_progress(cf_rank *r) {
     int ways = cf_depth(r, 4) >= 4 ? 2 : 1, n = 0;
     cf_op ops[4], *list[4] = { &ops[0], &ops[1], &ops[2], &ops[3] };
     if (!cf_other_channel(r) || !cf_other_peer(r)) return;
-    for (int way = 0; way < ways; way++)           /* everybody sends before anybody receives */
+    for (int way = 0; way < ways; way++)           /* all ranks send before any rank receives */
         cf_op_make(r, &ops[n++], RA_MSG_SEND,
                    cf_message(r->rank, way ? r->prev : r->next, 0, 0, 20 + way), 700001);
     for (int way = 0; way < ways; way++)
@@ -745,7 +746,7 @@ static inline void cf_t_blocks(cf_rank *r) {
     cf_meet(r);
 }
 
-/* Rank 0 sends and then polls with no ops at all until the other side has everything. */
+/* Rank 0 sends, and then polls without ops until the other side has received all. */
 static inline void cf_t_poll_none(cf_rank *r) {
     int32_t *flag = &r->shared->flag[0][0];
     cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
@@ -797,7 +798,7 @@ static inline void cf_t_any_peer(cf_rank *r) {
     }
 }
 
-/* At level 0 a late rank holds up its neighbours, no more. */
+/* At level 0 a late rank delays its neighbours, and no other rank. */
 static inline void cf_t_late(cf_rank *r) {
     cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
     cf_op_make(r, &ops[0], RA_MSG_SEND, cf_message(r->rank, r->next, 0, 0, 0), 20011);
@@ -828,7 +829,7 @@ static inline void cf_t_rings(cf_rank *r) {
         for (int i = 0; i < 2; i++) {
             int64_t until = ra_now_ns() + r->patience;
             int other = 1;
-            do {                                   /* both rings have to be driven */
+            do {                                   /* both rings need calls */
                 cf_op *a[2] = { &ops[0], &ops[1] }, *b[2] = { &ops[2], &ops[3] };
                 other = cf_drive(r, 0, a, 2, 0);
                 if (other) other = cf_drive(r, 1, b, 2, 0) == 1 && other == 1 ? 1 : 2;
@@ -866,7 +867,7 @@ static inline int cf_wait_deadline(cf_rank *r, cf_op *const *list) {
     return 1;
 }
 
-/* Rank 0 waits with two receives, of which one comes: the wait reports that one. */
+/* Rank 0 waits with two receives, one of which arrives: wait reports that one. */
 static inline void cf_wait_for_one(cf_rank *r) {
     int32_t *flag = &r->shared->flag[0][2];
     cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
@@ -945,7 +946,7 @@ static inline int cf_fails(cf_rank *r, cf_op *const *ops, int n, int rule, const
     }
 }
 
-/* A receive and a send, one after the other: their failures are two. */
+/* A receive and a send, one after another: there are two failures. */
 static inline int cf_later_fails(cf_rank *r, cf_op *ops, int rule) {
     cf_op *in[1] = { &ops[0] }, *out[1] = { &ops[1] };
     cf_op_make(r, &ops[0], RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, 50), 1009);
@@ -954,7 +955,7 @@ static inline int cf_later_fails(cf_rank *r, cf_op *ops, int rule) {
            cf_fails(r, out, 1, rule, "sends posted after it");
 }
 
-/* Goes on with the ops until `calls` calls are through: the moment of an abort. */
+/* Continues the ops until `calls` calls are done: the moment of an abort. */
 static inline int cf_go_on(cf_rank *r, cf_op *const *ops, int n, int calls) {
     for (int i = 0; i < calls; i++) {
         int code = i & 1 ? cf_poll(r, 0, ops, n, -1) : cf_post(r, 0, ops, n);
@@ -970,7 +971,7 @@ static inline void *cf_abort_soon(void *arg) {
     return NULL;
 }
 
-/* Rank 0 sleeps in wait while a thread of its own aborts. */
+/* Rank 0 sleeps in wait while another thread of it aborts. */
 static inline int cf_abort_wakes(cf_rank *r, cf_op *const *list, int n) {
     int64_t begin = ra_now_ns();
     pthread_t id;
@@ -1041,7 +1042,7 @@ static inline void cf_t_abort(cf_rank *r) {
     cf_free_all(later, 4);
 }
 
-/* After quiesce has said RA_OK the buffers are used for something else and must stay that. */
+/* After quiesce has returned RA_OK the buffers are used for something else, and must stay so. */
 static inline void cf_t_quiesce(cf_rank *r) {
     cf_op ops[8], *list[8] = { NULL };
     int n = 0, depth = cf_depth(r, 8), touched = 0, code;
@@ -1056,7 +1057,7 @@ static inline void cf_t_quiesce(cf_rank *r) {
     }
     for (int i = 0; i < n; i++) list[i] = &ops[i];
     if (cf_post(r, 0, list, n) == 0 || cf_poll(r, 0, list, n, -1) == 0) return;
-    if (r->rank && cf_drive(r, 0, list, n, 10000000) == 0) return;   /* the others go on a while */
+    if (r->rank && cf_drive(r, 0, list, n, 10000000) == 0) return;   /* others continue a while */
     if (!cf_abort(r)) return;
     code = cf_quiesce(r, r->patience / 2);
     if (cf_over(r)) return;
@@ -1174,7 +1175,7 @@ static inline void cf_t_reg(cf_rank *r) {
 }
 
 /* -------------------------------------------------------------------------- tests of level 0 */
-/* Everybody to the next, everybody to the one before; an odd number of ranks too. */
+/* All ranks send to the next rank, then to the one before; also an odd number of ranks. */
 static inline void cf_t_both_ways(cf_rank *r) {
     static const int size[] = { 1, 3, 64, 65, 4097, 300001, 2000003 };
     for (int i = 0; i < 14; i++) {
@@ -1218,7 +1219,7 @@ static inline void cf_t_one_side(cf_rank *r) {
     cf_meet(r);
 }
 
-/* Rank 0 wants something from rank 1, which does nothing. */
+/* Rank 0 needs a message of rank 1, which does nothing. */
 static inline void cf_t_sendrecv_deadline(cf_rank *r) {
     int32_t *flag = &r->shared->flag[0][0];
     if (!(r->t[0]->caps & RA_CAP_DEADLINE)) {
@@ -1342,7 +1343,7 @@ static inline int cf_same(cf_rank *r, const char *what, const float *got, const 
                     (long long)differ, (long long)n, what);
 }
 
-/* The same on one rank, compared with what all ranks left. */
+/* The same on one rank, compared with the results of all ranks. */
 static inline void cf_pass_compare(cf_rank *r) {
     static cf_shared one;
     cf_shared *s = r->shared;
@@ -1392,8 +1393,8 @@ static inline void cf_t_passes(cf_rank *r) {
     cf_meet(r);
 }
 
-/* Rank 0 cancels after some steps of a forward pass. All ranks get out: at the latest with their
- * deadline, and where its abort reaches the peers, long before. */
+/* Rank 0 cancels after some steps of a forward pass. All ranks return: by their deadline at the
+ * latest, and if its abort reaches the peers, long before. */
 static inline void cf_t_cancel(cf_rank *r) {
     static const int steps[] = { 0, 1, 2, 5, 9, 17 };
     int64_t begin = ra_now_ns(), deadline;
@@ -1438,10 +1439,10 @@ static inline void cf_t_cancel(cf_rank *r) {
     cf_meet(r);
 }
 
-/* The last rank never begins its pass. All others get out by their deadline. */
+/* The last rank never begins its pass. All others return by their deadline. */
 static inline void cf_t_absent(cf_rank *r) {
     int64_t deadline = ra_deadline_ms(300);
-    cf_rank brief = *r;                /* of patience with quiesce, where the last rank is asked */
+    cf_rank brief = *r;                /* of patience in quiesce, which needs the last rank */
     ra_status s;
     ra_error e = { 0 };
     cf_pass p;
@@ -1517,7 +1518,7 @@ static const cf_test cf_tests[] = {
 };
 enum { CF_TEST_COUNT = (int)(sizeof cf_tests / sizeof *cf_tests) };
 
-/* What a test needs of the transport that is not there; null: it can run. */
+/* What a test needs of the transport that it lacks; null: the test can run. */
 static inline const char *cf_unfit(const cf_test *test, const ra_transport *t) {
     if ((test->flags & CF_LEVEL_1) && !(test->flags & CF_LEVEL_0) && !t->post) return "no post";
     if ((test->flags & CF_LEVEL_0) && !(test->flags & CF_LEVEL_1) && !t->sendrecv)
@@ -1529,7 +1530,7 @@ static inline const char *cf_unfit(const cf_test *test, const ra_transport *t) {
     return NULL;
 }
 
-/* One rank of one test, on the thread or in the process that is its own. */
+/* One rank of one test, on its own thread or in its own process. */
 static inline void *cf_rank_main(void *arg) {
     cf_rank *r = (cf_rank *)arg;
     int rings = r->test->flags & CF_TWO_RINGS ? 2 : 1, joined = 0;
@@ -1552,7 +1553,7 @@ static inline void *cf_rank_main(void *arg) {
     return NULL;
 }
 
-/* A process whose test is killed, for instance by timeout, does not go on. */
+/* A process whose test is killed, for instance by timeout, ends too. */
 static inline void cf_end_with_parent(void) {
 #ifdef __linux__
     (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -1685,7 +1686,7 @@ static inline cf_result cf_run_outside(const cf_maker *m, const cf_test *test, i
     cf_job job;
     void *world;
     if (!gate) {
-        FILE *file = fopen(o->file, "ab+");        /* whoever comes first makes it, of zeros */
+        FILE *file = fopen(o->file, "ab+");        /* the first process makes it, of zeros */
         gate = (cf_gate *)cf_map(file, sizeof *gate);
         fclose(file);
     }
@@ -1712,7 +1713,7 @@ static inline cf_result cf_run_outside(const cf_maker *m, const cf_test *test, i
     return out;
 }
 
-/* One test with n ranks in a process of its own. */
+/* One test with n ranks in a separate process. */
 static inline cf_result cf_run_test(const cf_maker *m, const cf_test *test, int n, int variant) {
     FILE *file;
     cf_shared *s;

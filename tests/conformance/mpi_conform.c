@@ -17,7 +17,7 @@ typedef struct mpi_world {
     MPI_Comm copy[CF_MOST_RINGS];
 } mpi_world;
 
-/* Made on all ranks at the same time. Contexts are opened here, for opening is collective. */
+/* Made on all ranks at the same time. Contexts are opened here, because opening is collective. */
 static void *mpi_make(void *user, int ranks, int rings) {
     mpi_world *w = (mpi_world *)calloc(1, sizeof *w);
     int rank;
@@ -62,8 +62,8 @@ static void leave(int number) {
     _exit(outcome);
 }
 
-/* MPICH 4.0.2 with UCX: between hosts a rank in six to ten runs never returns from MPI_Finalize. So
- * it has 5 s. Rank 0 leaves last, because its mpirun fails if a rank goes on without that one. */
+/* MPICH 4.0.2 with UCX: between hosts a rank in six to ten runs never returns from MPI_Finalize, so
+ * it gets 5 s. Rank 0 leaves last, because its mpirun fails if a rank continues without rank 0. */
 static void finalize(int bad, int rank) {
     fflush(stdout);
     outcome = bad;

@@ -5,7 +5,7 @@
 #include "tests/harness.h"
 
 typedef struct up_box {                /* of one pair of ranks and tag */
-    const void *bytes;                 /* null: nobody sends */
+    const void *bytes;                 /* null: no send */
     size_t len;
     int taken;                         /* 1: the bytes were taken, with status */
     int status;
@@ -23,7 +23,7 @@ typedef struct up_world {
     up_seat seat[CF_MOST_RINGS][CF_MOST_RANKS];
 } up_world;
 
-/* One look at both sides, under the lock. Returns 1 when both are through. */
+/* One look at both sides, under the lock. Returns 1 when both are done. */
 static int up_move(up_box *out, up_box *in, void *r, size_t r_len, int *status) {
     if (in && r && in->bytes && !in->taken) {
         in->status = in->len == r_len ? RA_OK : RA_E_TRUNC;

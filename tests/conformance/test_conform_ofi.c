@@ -1,5 +1,5 @@
 /* The conformance suite on examples/transports/ra_ofi.h: three providers of libfabric, plain and
- * one-sided, and what the suite does not ask: how ranks meet, who is refused, and peers that are
+ * one-sided. Also what the suite does not test: how ranks meet, who is refused, and peers that are
  * killed or stopped. A provider that the installed libfabric lacks is skipped. All traffic stays on
  * 127.0.0.1.
  * --long: up to 8 ranks. */
@@ -82,11 +82,11 @@ static void ofi_leave(void *world, int ring, int rank, int why) {
 }
 
 static void ofi_end(void *world) {
-    (void)rmdir(((ofi_world *)world)->directory);  /* the ranks took their files away */
+    (void)rmdir(((ofi_world *)world)->directory);  /* the ranks removed their files */
     free(world);
 }
 
-/* ranks: at most, without --long. */
+/* ranks: the most, without --long. */
 static void judge(const form *f, const char *name, int processes, int ranks) {
     cf_maker m = { name, NULL, ofi_make, ofi_join, ofi_leave, ofi_end, processes, 1, 0, 0, NULL };
     cf_report rep;
@@ -96,7 +96,7 @@ static void judge(const form *f, const char *name, int processes, int ranks) {
     if (!h_run.large) m.most_ranks = ranks;
     rep = cf_judge(&m, NULL, 0, stdout);
     CHECK_EQ(rep.failed, 0);
-    /* loans, three of sendrecv, and registration where it is not wanted */
+    /* loans, three of sendrecv, and registration if it is not needed */
     CHECK_EQ(rep.unclaimed, 5 - (f->one_sided || f->registers));
 }
 
@@ -246,7 +246,7 @@ TEST(bad_descriptors) {
 }
 
 /* -------------------------------------------------------------------------- dead peers */
-/* Rank 1, in a process of its own, ends without a word while rank 0 awaits its message. Rank 0's op
+/* Rank 1, in a separate process, ends without notice while rank 0 awaits its message. Rank 0's op
  * ends with RA_E_PEER, and the context can be closed. */
 static void lose_a_peer(const form *f, int no_pidfd) {
     char directory[] = "/tmp/ra_ofi.XXXXXX", byte[1024];
@@ -317,8 +317,8 @@ TEST(a_process_that_dies_while_ranks_meet) {
 }
 
 /* Rank 1 is stopped while rank 0 sends it a message and awaits one: wait ends at its deadline, and
- * quiesce when nothing has moved for a while. Where closing the endpoint is enough, buffers are
- * safe then. */
+ * quiesce when nothing has moved for a while. If closing the endpoint is enough, the buffers are
+ * then safe. */
 static void stop_a_peer(const form *f, int safe) {
     static char byte[2][1 << 20];
     char directory[] = "/tmp/ra_ofi.XXXXXX";

@@ -1,9 +1,9 @@
-/* The conformance suite on the bundled world, on a transport that is as unpleasant as the contract
+/* The conformance suite on the bundled world, on a transport that is as difficult as the contract
  * allows, inline at level 0, and on broken transports: one per rule, and others that break a rule
- * in another way, of which it must find just that rule. The chaos transport holds no message: one
- * lock, queues of ops, bytes copied when a send meets its receive, in whatever call that happens.
- * It accepts only some of what is posted, meets late, tells late and in another order that ops are
- * done, and lends memory. */
+ * in another way. For each the suite must find exactly that rule. The chaos transport holds no
+ * message: one lock, queues of ops, and bytes that are copied when a send meets its receive, in
+ * whatever call that happens. It accepts only some of what is posted, matches late, reports late
+ * and in another order that ops are done, and lends memory. */
 #define _POSIX_C_SOURCE 200809L
 #include "ringattn.h"
 #include "tests/harness.h"
@@ -64,14 +64,14 @@ typedef struct ch_world {
     int64_t begin_ns;
     uint64_t random;
     ch_seat seat[CH_MOST_RINGS][CH_MOST_RANKS];
-    void *loan[CH_LOANS];              /* under the lock; null: given back */
+    void *loan[CH_LOANS];              /* under the lock; null: returned */
     ch_queue sends[CH_MOST_RINGS][CH_MOST_RANKS][CH_MOST_RANKS][2];
     ch_queue recvs[CH_MOST_RINGS][CH_MOST_RANKS][CH_MOST_RANKS][2];
 } ch_world;
 
-/* Words of ra_transport_op.scratch: the next of its queue; 1 + status once it has met, negated
- * errors as they are; polls until its owner is told; what a broken transport took of a send; lent
- * memory. */
+/* Words of ra_transport_op.scratch: the next op of its queue; 1 + status once it has met its
+ * partner, negated errors unchanged; polls until its owner learns of it; what a broken transport
+ * took of a send; lent memory. */
 enum { CH_NEXT, CH_MET, CH_DELAY, CH_COPY, CH_LENT };
 
 static uint32_t ch_random(ch_world *w, uint32_t below) {
@@ -117,7 +117,7 @@ static void ch_met(ch_world *w, ra_transport_op *op, int status) {
     op->scratch[CH_DELAY] = (void *)(uintptr_t)(ch_tells_late(w) ? ch_random(w, 4) : 0);
 }
 
-/* Memory on loan: a copy of its own. */
+/* Memory on loan: a separate copy. */
 static void ch_lend(ch_world *w, ra_transport_op *in) {
     void *p = NULL;
     int i = 0;
@@ -158,7 +158,7 @@ static int ch_lose(ch_world *w, ch_queue *sends, ra_transport_op *out) {
     return 1;
 }
 
-/* STALE: keeps what a flow brought last and delivers that. */
+/* STALE: keeps what a flow delivered last, and delivers that again. */
 static void ch_stale(ch_world *w, ra_transport_op *in) {
     static uint8_t before[1021];
     static int flow;
@@ -384,7 +384,7 @@ static int ch_settle(ch_seat *s, ra_transport_op *const *ops, int n, int failure
     return left;
 }
 
-/* What some broken transports do besides. Under the lock. */
+/* What some broken transports do in addition. Under the lock. */
 static void ch_mischief(ch_seat *s, ra_transport_op *const *ops, int n) {
     int wrong = s->world->wrong;
     for (int i = 0; i < n; i++) {
@@ -703,7 +703,8 @@ TEST(bundled_world) {
     CHECK_EQ(cf_suite(&m, stdout), 0);
 }
 
-/* Whoever posts after another rank's abort, which it has not seen yet, gets its op back. */
+/* A rank that posts after another rank's abort, of which it has not learned yet, gets its op
+ * back. */
 TEST(bundled_post_after_abort) {
     for (int kind = RA_MSG_SEND; kind <= RA_MSG_RECV; kind++) {
         bundled *b = (bundled *)bundled_make(NULL, 2, 1);
@@ -742,7 +743,7 @@ TEST(chaos_level_0) {
     CHECK(rep.passed >= 6);
 }
 
-/* The report on a broken transport names the rule, and says its sentence. */
+/* The report on a broken transport names the rule and gives its sentence. */
 static int says_the_rule(FILE *report, int rule) {
     char line[600], name[80];
     int found = 0;
@@ -763,7 +764,7 @@ static int ranks_for(int wrong) {
     return wrong == CH_PEERS || h_run.large ? 3 : 2;
 }
 
-/* The first rule that a broken transport is found to break; -1: none, or it is not told. */
+/* The first rule that the suite finds broken; -1: none, or it reports none. */
 static int found_in(int wrong) {
     int level = wrong == CF_BOTH_WAYS || wrong == CF_ONE_SIDE || wrong == CF_SENDRECV_DEADLINE ? 0
                                                                                                : 1;
@@ -796,9 +797,9 @@ static void check_found(int wrong, int found) {
     CHECK_EQ(found, rule);
 }
 
-/* Of every broken transport in [first, end) the suite names the rule that it breaks, and first.
- * They mostly wait: some are judged at a time, each in a process whose exit status is what was
- * found. */
+/* Of every broken transport in [first, end) the suite names the rule that it breaks, and names it
+ * first. They mostly wait, so several are judged at a time, each in a process whose exit status is
+ * what was found. */
 static void judge_broken(int first, int last) {
     enum { AT_ONCE = 6 };
     int at_once = h_run.verbose ? 1 : AT_ONCE;

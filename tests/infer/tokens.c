@@ -1,6 +1,6 @@
-/* Cuts texts by the vocabulary of a GGUF file. Each text on stdin is a line with its length in
- * bytes, then the bytes. Prints its tokens on one line, and on the next 1 if they give the text
- * back. */
+/* Cuts texts into tokens by the vocabulary of a GGUF file. Each text on stdin is a line with its
+ * length in bytes, then the bytes. Prints its tokens on one line, and on the next 1 if they give
+ * the same text. */
 #define _POSIX_C_SOURCE 200809L
 #include "ringattn.h"
 #include "examples/infer/tokenizer.h"
