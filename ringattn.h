@@ -12661,7 +12661,7 @@ static int64_t ra__decode_slots(const ra_desc *d) {
 }
 
 /* kv heads of a task: as many as nth threads can share evenly. With one thread, or if threads share
- * parts, all kv heads are cut into equal portions of at most RA__DECODE_HEADS. */
+ * parts, tasks have equally many, at most RA__DECODE_HEADS. */
 static int32_t ra__decode_heads(const ra_desc *d, int nth) {
     const int64_t most = ra__ceil_div(d->kv_heads, ra__ceil_div(d->kv_heads, RA__DECODE_HEADS));
     return nth == 1 || ra__decode_shares(d) ? (int32_t)most : ra__even_heads(d, most, nth);

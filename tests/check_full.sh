@@ -86,7 +86,7 @@ races() {
     step tsan-clients "$@" $only TESTS='test_clients test_failure' \
         EXAMPLES='causal_walk decode dropins engine_threads own_network ring_infer'
     step tsan-cache "$@" $only TESTS=test_cache EXAMPLES= ARGS=joined
-    step tsan-bits "$@" $only TESTS=test_bits EXAMPLES= ARGS=whoever_promises_keeps
+    step tsan-bits "$@" $only TESTS=test_bits EXAMPLES= ARGS=promised_bits_are_kept
     step tsan-forward "$@" $only TESTS=test_forward EXAMPLES= ARGS=threads
     step tsan-back "$@" $only TESTS=test_back_ring EXAMPLES= ARGS=threads
     step tsan-tcp "$@" $only TESTS=test_tcp EXAMPLES=

@@ -846,7 +846,7 @@ static int mark(uint8_t *map, const placed *p, const int64_t count[3], int64_t d
     return met;
 }
 
-TEST(gradients_apart) {
+TEST(gradients_must_not_overlap) {
     enum { MOST = 1 << 14, SMALL = 64 };
     static float memory[MOST], x[SMALL], d_o[SMALL], o[SMALL], lse[SMALL];
     static uint8_t map[MOST], work[1 << 20] __attribute__((aligned(64)));
@@ -1008,7 +1008,7 @@ static const h_test tests[] = {
     ENTRY(threads_do_not_change_bits), ENTRY(gradients_one_by_one),
     ENTRY(nan_stays_where_it_is_seen), ENTRY(unseen_is_zero),
     ENTRY(dropout_keeps_what_it_promises), ENTRY(gradient_of_the_merge), ENTRY(blocks_of_keys),
-    ENTRY(gradients_apart), ENTRY(refusals), ENTRY(refusals_beside_the_tensors),
+    ENTRY(gradients_must_not_overlap), ENTRY(refusals), ENTRY(refusals_beside_the_tensors),
 };
 
 int main(int argc, char **argv) {

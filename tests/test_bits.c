@@ -82,7 +82,7 @@ TEST(every_mask_amx)    { every_mask(RA_ISA_AMX); }
 TEST(every_mask_neon)   { every_mask(RA_ISA_NEON); }
 
 /* Any shape and layout: whatever the plan says in bits_any_ranks must be true. */
-TEST(whoever_promises_keeps) {
+TEST(promised_bits_are_kept) {
     wish w = { -1, 0, 0, -1, 4e5 };
     int64_t n = h_run.large ? 5000 : 150;
     int kept = 0;
@@ -498,7 +498,7 @@ TEST(rows_of_any_call_neon)   { rows_of_any_call(RA_ISA_NEON); }
 static const h_test tests[] = {
     ENTRY(every_mask_scalar), ENTRY(every_mask_avx2), ENTRY(every_mask_avx512),
     ENTRY(every_mask_avx512_bf16), ENTRY(every_mask_amx),
-    ENTRY(every_mask_neon), ENTRY(whoever_promises_keeps), ENTRY(other_orders_differ),
+    ENTRY(every_mask_neon), ENTRY(promised_bits_are_kept), ENTRY(other_orders_differ),
     ENTRY(rounds), ENTRY(panels_of_head_rows), ENTRY(no_promise_off_the_grid),
     ENTRY(rows_of_any_call_scalar), ENTRY(rows_of_any_call_avx2), ENTRY(rows_of_any_call_avx512),
     ENTRY(rows_of_any_call_avx512_bf16), ENTRY(rows_of_any_call_amx),

@@ -1768,7 +1768,7 @@ static ra_status ending_rank(ra_world *world, int rank, void *user) {
     return end;
 }
 
-TEST(ends_in_place) {
+TEST(ends_in_the_middle_of_a_call) {
     for (int i = 0; i < 5 * ENDS; i++) {
         h_rng r = h_case_rng(i);
         ending x = { 0 };
@@ -1829,7 +1829,7 @@ static ra_status unknown_rank(ra_world *world, int rank, void *user) {
     return end;
 }
 
-TEST(ends_unknown) {
+TEST(ends_before_others_know) {
     for (int i = 0; i < 4; i++) {
         unknown x = { i % 2, i / 2, 0, 0, RA_OK, RA_OK };
         CHECK_EQ(ra_world_run(2 + x.rests, unknown_rank, &x, NULL), RA_OK);
@@ -1848,7 +1848,7 @@ static const h_test tests[] = {
     ENTRY(chosen_merges),
     ENTRY(refusals),
     ENTRY(longest_messages), ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(unseen_pages),
-    ENTRY(failures), ENTRY(ends_in_place), ENTRY(ends_unknown),
+    ENTRY(failures), ENTRY(ends_in_the_middle_of_a_call), ENTRY(ends_before_others_know),
 };
 
 int main(int argc, char **argv) {

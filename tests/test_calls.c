@@ -445,7 +445,7 @@ TEST(hidden_heads_on_any_threads) {
 }
 
 /* ARRAY: the tables give the rows; neither tokens, kv_tokens nor chunks change anything. */
-TEST(array_tokens_say_nothing) {
+TEST(array_ignores_tokens) {
     static const int64_t rows[2] = { 200000, 60000 };
     static const int64_t tokens[3] = { 1, 260000, 2000000000 };
     ra_plan_report first[2], report;
@@ -757,7 +757,7 @@ TEST(refusals_of_simple) {
 }
 
 static const h_test tests[] = {
-    ENTRY(lse_without_keys), ENTRY(rows_that_fit_the_stack), ENTRY(array_tokens_say_nothing),
+    ENTRY(lse_without_keys), ENTRY(rows_that_fit_the_stack), ENTRY(array_ignores_tokens),
     ENTRY(batch_stride_beside_others), ENTRY(gradients_in_one_buffer),
     ENTRY(one_workspace_for_both), ENTRY(one_workspace_for_smaller_calls),
     ENTRY(shards_of_a_shared_tensor), ENTRY(refusals_of_simple),

@@ -1359,7 +1359,7 @@ static void leave_rank_0(void) { ra_world_leave(left_world, 0, RA_OK); }
 /* A rank leaves between the moment when a call of its own looks for failures and the moment when it
  * queues an op. Nothing may be queued after that: the leaving thread waits until the call is
  * out. */
-TEST(leave_beside_a_post) {
+TEST(leaving_during_a_post) {
     for (int kind = RA_MSG_SEND; kind <= RA_MSG_RECV; kind++) {
         const ra_transport *t;
         ra_transport_op op[2], *list[1];
@@ -1446,7 +1446,7 @@ static void packing_deltas(void) {
 }
 
 /* No thread spins while a chunk is packed: RA_AGAIN means that something was done. */
-TEST(packing_lets_others_wait) {
+TEST(packing_makes_others_wait) {
     pair x;
     grads y;
     ra_status s[2];
@@ -1810,7 +1810,7 @@ int main(int argc, char **argv) {
         ENTRY(failed_exchange_names_both_peers),
         ENTRY(sendrecv_names_what_differs), ENTRY(steps_poll),
         ENTRY(quiesce_waits_for_wait), ENTRY(calls_never_overlap), ENTRY(no_failure_after_the_end),
-        ENTRY(leave_beside_a_post), ENTRY(flushing_callers), ENTRY(packing_lets_others_wait),
+        ENTRY(leaving_during_a_post), ENTRY(flushing_callers), ENTRY(packing_makes_others_wait),
         ENTRY(pieces_poll),
         ENTRY(events_name_what_is_missing), ENTRY(events_as_text), ENTRY(events_are_whole),
     };

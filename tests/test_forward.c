@@ -1161,7 +1161,7 @@ static void company_check(const company *c) {
 /* Decoding: a row has the same bits alone and beside up to 15 others, of its token, of later tokens
  * and of other sequences, and with any number of threads. Scores grow along the cache, so maxima
  * rise. */
-TEST(row_bits_do_not_depend_on_company) {
+TEST(row_bits_do_not_depend_on_other_rows) {
     static const int32_t isas[4] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512,
                                      RA_ISA_AVX512_BF16 };
     static const int32_t keys[8] = { 7, 33, 64, 66, 1026, 1500, 16386, 17000 };
@@ -1260,7 +1260,7 @@ TEST(short_row_in_a_longer_batch) {
 /* Keys that a bias of -inf hides have the effect of keys that intervals mask, to the bit: whole
  * blocks, with NaN in K and V, and parts of blocks. Decoding, short calls and prefill; heads that
  * share a bias or have their own; a row that sees no key. */
-TEST(hidden_blocks_are_as_masked) {
+TEST(hidden_blocks_equal_masked_ones) {
     enum { D = 40, KEYS = 1300, HEADS = 4, ROWS = 70, ALL = HEADS * ROWS * KEYS };
     static const int32_t tokens[4] = { 1, 3, 8, ROWS };
     static float x[KEYS * 2 * D], q[ROWS * HEADS * D], o[2][ROWS * HEADS * (D + 1)], wide[2][ALL];
@@ -1325,7 +1325,7 @@ TEST(hidden_blocks_are_as_masked) {
 /* Decoding with biases that are 0 in most blocks, with ALiBi or a softcap or neither: the same bits
  * whether biases are contiguous or every second element, and beside another row. The last block has
  * 7 keys, whose biases are not whole words, and as a rule only that of the last key is not 0. */
-TEST(modified_decode_is_as_beside_another_row) {
+TEST(modified_decode_ignores_other_rows) {
     enum { D = 64, KEYS = 903, HEADS = 16, ALL = HEADS * KEYS, LATE = KEYS - 300 };
     static float x[KEYS * HEADS * D], q[2 * HEADS * D], o[3][2 * HEADS * D], wide[2 * ALL];
     static uint8_t kept[KEYS * HEADS * D * 4], asked[sizeof q], bias[2][ALL * 4 * 4];
@@ -1756,13 +1756,13 @@ static const h_test tests[] = {
     ENTRY(huge_scores), ENTRY(sums_past_the_limit), ENTRY(scores_near_the_limits),
     ENTRY(rows_without_keys), ENTRY(one_nan), ENTRY(nan_in_everything_unseen),
     ENTRY(sequences_in_one_cache), ENTRY(bias_of_minus_infinity),
-    ENTRY(hidden_blocks_are_as_masked), ENTRY(modified_decode_is_as_beside_another_row),
+    ENTRY(hidden_blocks_equal_masked_ones), ENTRY(modified_decode_ignores_other_rows),
     ENTRY(one_key_gives_its_value), ENTRY(positions_near_the_limit),
     ENTRY(fold_merge_finish), ENTRY(merges_of_many_partials), ENTRY(merge_corners),
     ENTRY(attention_threads), ENTRY(attention_workspace), ENTRY(q8_0_everywhere),
     ENTRY(q8_0_scales), ENTRY(convert),
     ENTRY(decoding), ENTRY(attention_at_positions), ENTRY(many_short_runs),
-    ENTRY(row_bits_do_not_depend_on_company), ENTRY(short_row_in_a_longer_batch),
+    ENTRY(row_bits_do_not_depend_on_other_rows), ENTRY(short_row_in_a_longer_batch),
     ENTRY(bias_in_16_bits),
     ENTRY(runs_of_whole_blocks_keep_the_bits), ENTRY(ring_buffer_cache),
     ENTRY(a_ring_serves_several_plans), ENTRY(simple_signature),

@@ -472,7 +472,7 @@ static int run_has(const ra_run *run, int64_t p) {
     return at >= 0 && at % run->stride == 0 && at / run->stride < run->count;
 }
 
-TEST(runs_that_meet) {
+TEST(runs_with_common_positions) {
     static const int64_t top = (int64_t)RA_MAX_POSITION - 1;
     ra_run hostile[2];
     int64_t p;
@@ -1166,7 +1166,7 @@ TEST(every_allocation_may_fail) {
 static const h_test tests[] = {
     ENTRY(travel_of_causal_masks), ENTRY(travel_without_a_mask), ENTRY(travel_of_windows),
     ENTRY(bytes_to_the_byte), ENTRY(tiles_by_brute_force), ENTRY(pairs_by_brute_force),
-    ENTRY(packed_documents), ENTRY(walks_are_linear), ENTRY(runs_that_meet),
+    ENTRY(packed_documents), ENTRY(walks_are_linear), ENTRY(runs_with_common_positions),
     ENTRY(positions_held_twice), ENTRY(positions_held_twice_among_many),
     ENTRY(counters_of_random_runs), ENTRY(positions_of_layouts), ENTRY(prediction_by_hand),
     ENTRY(predicted_hiding_is_computing),

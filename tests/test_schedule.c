@@ -512,7 +512,7 @@ static void play_all(shape *s, h_rng *r) {
 }
 
 /* Random plans: no interleaving stops, with post or by exchanges, copied or shared. */
-TEST(lists_play_through) {
+TEST(lists_run_to_the_end) {
     static shape s;
     for (int64_t i = 0; i < (h_run.large ? 5000 : 400); i++) {
         h_rng r = h_case_rng(i);
@@ -524,7 +524,7 @@ TEST(lists_play_through) {
 
 /* Masks that hide much, on many ranks: chunks of one owner that travel near and far, and some that
  * do not travel. */
-TEST(sparse_masks_play_through) {
+TEST(sparse_masks_run_to_the_end) {
     static shape s;
     for (int64_t i = 0; i < 8 * 3 * 8; i++) {
         h_rng r = h_case_rng(i);
@@ -806,7 +806,7 @@ static void takes_no_turns(const ra_desc *d) {
 
 /* Level 0 takes at most 5 % longer than level 1. Forward, a shard has as many chunks as buffers.
  * Backward they are larger, and there an exchange may be late by a step, which is several tiles. */
-TEST(sendrecv_does_not_take_turns) {
+TEST(sendrecv_is_nearly_as_fast_as_post) {
     enum { ZIGZAG_CAUSAL = 4 };
     static const struct { const char *name; int32_t layout, mask, always; } shapes[6] = {
         { "contiguous, full", RA_LAYOUT_CONTIGUOUS, RA_MASK_NONE, 1 },
@@ -1089,8 +1089,8 @@ TEST(pools_far_apart) {
 static const h_test tests[] = {
     ENTRY(pools_far_apart),
     ENTRY(bounds_and_pairs_of_rows), ENTRY(needs_and_tiles_by_blocks),
-    ENTRY(steps_are_chunks_and_two_rounds), ENTRY(lists_play_through),
-    ENTRY(sparse_masks_play_through), ENTRY(sendrecv_does_not_take_turns),
+    ENTRY(steps_are_chunks_and_two_rounds), ENTRY(lists_run_to_the_end),
+    ENTRY(sparse_masks_run_to_the_end), ENTRY(sendrecv_is_nearly_as_fast_as_post),
     ENTRY(sendrecv_waits_for_no_series),
     ENTRY(transfers_hide_as_predicted), ENTRY(last_messages_end_no_series),
     ENTRY(loans_end_with_their_series),

@@ -354,7 +354,7 @@ TEST(one_slot_is_never_lent) {
 
 /* With two slots per lane, of which one is never lent, most receives have to copy. All are counted,
  * and results stay the same. */
-TEST(where_loans_cannot_hold_it_copies) {
+TEST(copies_when_loans_run_out) {
     world w = world_of(4);
     w.task.tokens = 2048;
     w.task.heads = w.task.kv_heads = 1;
@@ -611,7 +611,7 @@ static void open_with(const world *w, int rank) {
 
 typedef struct meeting { int what, sign, status0, status1; const char *text0, *text1; } meeting;
 
-TEST(ranks_that_do_not_fit_are_told) {
+TEST(mismatched_ranks_are_refused) {
     static const meeting m[] = {
         { 0, 0, RA_OK, RA_OK, "", "" },
         { 8, 0, RA_OK, RA_OK, "", "" },                 /* no deadline */
@@ -647,7 +647,7 @@ TEST(ranks_that_do_not_fit_are_told) {
 }
 
 /* The same rank twice: one of the two is refused. Rank 0 twice: the second is refused at once. */
-TEST(a_rank_comes_twice) {
+TEST(same_rank_twice) {
     world w = world_of(3);
     int refused;
     w.slots = 4;
@@ -720,14 +720,14 @@ int main(int argc, char **argv) {
         ENTRY(loans_are_counted),
         ENTRY(loans_come_back),
         ENTRY(one_slot_is_never_lent),
-        ENTRY(where_loans_cannot_hold_it_copies),
+        ENTRY(copies_when_loans_run_out),
         ENTRY(two_rings_at_once),
         ENTRY(killed),
         ENTRY(stopped),
         ENTRY(all_killed),
         ENTRY(abort_wakes_all_ranks),
-        ENTRY(ranks_that_do_not_fit_are_told),
-        ENTRY(a_rank_comes_twice),
+        ENTRY(mismatched_ranks_are_refused),
+        ENTRY(same_rank_twice),
         ENTRY(names_collide_and_are_free_again),
         ENTRY(bad_descriptors),
     };

@@ -204,7 +204,7 @@ TEST(cancel_and_deadline) {
 
 /* A thread leaves in the middle of a task and never comes back: another one finishes it, with the
  * same bits. */
-TEST(another_thread_goes_on) {
+TEST(another_thread_continues) {
     for (int64_t i = 0; i < PATHS; i++) {
         const int way = paths[i].way;
         rig a, b;
@@ -490,7 +490,7 @@ TEST(ends_of_every_isa) {
 static const h_test tests[] = {
     ENTRY(merges_of_every_isa), ENTRY(ends_of_every_isa), ENTRY(steps_are_bounded),
     ENTRY(rows_are_bounded),
-    ENTRY(cancel_and_deadline), ENTRY(another_thread_goes_on), ENTRY(unseen_chunks_cost_no_rows),
+    ENTRY(cancel_and_deadline), ENTRY(another_thread_continues), ENTRY(unseen_chunks_cost_no_rows),
     ENTRY(cache_steps_are_bounded), ENTRY(cache_empty_lanes_are_work),
     ENTRY(cache_cancel_and_deadline)
 };

@@ -457,7 +457,7 @@ TEST(the_reason_is_kept) {
     tn_end(w);
 }
 
-TEST(nobody_there) {
+TEST(no_peer_answers) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     ra_tcp_desc d = tn_desc(w, 0, 1);
     ra_tcp *tcp = NULL;
@@ -481,7 +481,7 @@ TEST(nobody_there) {
 }
 
 /* The longest possible connect_ns. */
-TEST(patience_without_end) {
+TEST(longest_patience) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     ra_tcp_desc zero = tn_desc(w, 0, 0), one = tn_desc(w, 0, 1);
     zero.connect_ns = one.connect_ns = INT64_MAX;
@@ -603,7 +603,7 @@ static int tn_by_way_of(tn_path *p, tn_world *w) {
 
 /* Bytes that change on the way. Nonsense in a head closes the connection, and in the sealed form so
  * does any change. Nothing is written where it does not belong. */
-TEST(spoilt_on_the_way) {
+TEST(bytes_changed_on_the_way) {
     for (int i = 0; i < 8; i++) {
         size_t shake = RA_TCP_HELLO + RA_TCP_START + RA_TCP_HEAD + RA_TCP_A;
         tn_world *w = tn_make("127.0.0.1", 2, 1);
@@ -711,8 +711,8 @@ int main(int argc, char **argv) {
         ENTRY(conformance_from_outside),
         ENTRY(killed_rank), ENTRY(stopped_rank), ENTRY(cut_rank), ENTRY(garbage_of_a_rank),
         ENTRY(ranks_that_disagree), ENTRY(the_reason_is_kept),
-        ENTRY(another_byte_order), ENTRY(nobody_there), ENTRY(patience_without_end),
-        ENTRY(listens_on_its_own_address_alone), ENTRY(strangers), ENTRY(spoilt_on_the_way),
+        ENTRY(another_byte_order), ENTRY(no_peer_answers), ENTRY(longest_patience),
+        ENTRY(listens_on_its_own_address_alone), ENTRY(strangers), ENTRY(bytes_changed_on_the_way),
 #ifdef RA_TCP_SODIUM
         ENTRY(wrong_key), ENTRY(replayed_handshake), ENTRY(nothing_in_the_clear),
 #else
