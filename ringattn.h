@@ -1141,8 +1141,7 @@ enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
 /* What travels. PASS_Q: queries to all ranks (ALL: none), partial results to the ranks of their
  * rows. MERGE: the same, but a rank merges some heads of all rows and sends the sums on. PASS_KV,
  * for OWN alone: keys and values to the queries; with RA_CAP_SHARED nothing (same d->isa). AUTO:
- * the least time, by d->rates if set, as memory allows; with RA_CAP_SHARED PASS_KV if a prompt in
- * the prefill form has work for all ranks. */
+ * the least time, by d->rates if set, as memory allows; in shared memory PASS_KV for prompts. */
 enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV, RA_INFER_MERGE };
 typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the first four */
     int64_t new_tokens;                /* most new tokens of a call; 0: sequences * tokens */
@@ -1214,9 +1213,9 @@ RINGATTN_API const ra_error *ra_cache_error(const ra_cache *c);
 /* What a call with these counts would do on this rank. Sends nothing; not during a call. */
 typedef struct ra_infer_report {
     int32_t travel;                    /* RA_INFER_*, not AUTO; one rank: PASS_Q */
-    int64_t q_rows, keys;              /* rows of t->q, and of K held here, the new ones included;
-                                        * both of all sequences together */
+    int64_t q_rows, keys;              /* rows of t->q, and keys held here, of all sequences */
     int64_t messages_in, messages_out, bytes_in, bytes_out; /* of this rank; bytes with frames */
+    double queries_s, keys_s;          /* predicted, if these travel; 0: no model (ALL, one rank) */
     int32_t bits_any_call;             /* 1: the bits of a row depend on nothing but the row */
 } ra_infer_report;
 RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const int64_t *fresh,
@@ -21943,7 +21942,8 @@ static int ra__travel_count(const ra_cache *c, ra__travel_cost *x) {
         const double in = queries_in + partials_in;
         const double out = queries_out + (x->rows - mine) * trees * partial;
         int64_t keys, bytes = ra__keys_length(c, r, &keys);
-        if (bytes > RA__FRAME_BYTES + 64 + c->most_keys || bytes > (int64_t)c->tp.max_msg) return 0;
+        const int64_t room = RA__FRAME_BYTES + 64 + c->most_keys;
+        if (!c->shared && (bytes > room || bytes > (int64_t)c->tp.max_msg)) return 0;
         x->keys += (double)keys;
         x->query_bytes = ra__larger(x->query_bytes, ra__larger(in, out));
         x->key_bytes = ra__larger(x->key_bytes, (double)keys * k * (takers - (mine > 0)));
@@ -21958,9 +21958,10 @@ static int ra__travel_count(const ra_cache *c, ra__travel_cost *x) {
     return 1;
 }
 
-/* 1: it takes less time to send keys. The rank with most rows attends them to all keys, and if
- * queries travel the rank with most keys attends all rows to them. By known rates the keys of all
- * ranks but the last are computed with while others move. Queries and partial results take a
+/* Seconds of a call, roughly, if queries travel and if keys do. The rank with most rows attends
+ * them to all keys, and if queries travel the rank with most keys attends all rows to them. Where
+ * memory is shared ranks share the rows as far as there are portions. By known rates the keys of
+ * all ranks but the last are computed with while others move. Queries and partial results take a
  * latency each, and nothing else is computed meanwhile. By unknown ones messages are copied by the
  * processors that compute.
  * PERF: 2 and 4 threads as ranks, 2 processors of a Zen 5, 8/2 heads of 64 in f32, 1 to 1024 new
@@ -21971,7 +21972,8 @@ static int ra__travel_count(const ra_cache *c, ra__travel_cost *x) {
 #define RA__TRAVEL_BYTES_S 12.5e9
 #define RA__TRAVEL_STAGE_S 9e-6
 #define RA__TRAVEL_FLOPS_S 1e11
-static int ra__keys_cost_less(const ra_cache *c, const ra__travel_cost *x) {
+typedef struct ra__travel_times { double queries, keys; } ra__travel_times;
+static ra__travel_times ra__travel_time(const ra_cache *c, const ra__travel_cost *x) {
     const ra_rates *rates = &c->d.rates;
     const int known = !ra__rates_unknown(rates);
     const double row_key = 2.0 * ((double)c->d.k_dim + c->d.v_dim) * c->d.q_heads /
@@ -21981,11 +21983,15 @@ static int ra__keys_cost_less(const ra_cache *c, const ra__travel_cost *x) {
     const double latency = known ? rates->link_latency_s : 0.0;
     const double rows_s = x->most_rows * x->keys * row_key;
     const double keys_s = x->rows * x->most_keys * row_key;
-    const double queries = 2 * latency + x->query_bytes / link + keys_s;
-    double keys = x->key_bytes / link;
-    if (!known) return keys + rows_s + x->stages * RA__TRAVEL_STAGE_S < queries;
-    if (x->stages > 0) keys += latency * (c->ranks / 2) + rows_s / (x->stages + 1);
-    return ra__larger(keys, rows_s) < queries;
+    const int64_t portions = ra__max(1, ra__tile_portions(c, RA__LANE_BLOCK));
+    ra__travel_times t;
+    t.queries = 2 * latency + x->query_bytes / link + keys_s;
+    t.keys = x->key_bytes / link;
+    if (c->shared) t.keys = x->rows * x->keys * row_key / (double)ra__min(c->ranks, portions);
+    else if (!known) t.keys += rows_s + x->stages * RA__TRAVEL_STAGE_S;
+    else if (x->stages > 0) t.keys += latency * (c->ranks / 2) + rows_s / (x->stages + 1);
+    if (known && !c->shared) t.keys = ra__larger(t.keys, rows_s);
+    return t;
 }
 
 /* What travels: keys if that takes less time and there is memory for them. Every rank makes the
@@ -21993,6 +21999,7 @@ static int ra__keys_cost_less(const ra_cache *c, const ra__travel_cost *x) {
  * In the form of decoding each rank had better read the keys that are near it. */
 static int32_t ra__cache_travels(const ra_cache *c) {
     ra__travel_cost x;
+    ra__travel_times t;
     if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL || c->cd.travel == RA_INFER_PASS_Q ||
         c->cd.travel == RA_INFER_MERGE)
         return RA_INFER_PASS_Q;
@@ -22002,7 +22009,8 @@ static int32_t ra__cache_travels(const ra_cache *c) {
                                                                 : RA_INFER_PASS_Q;
     if (c->cd.travel == RA_INFER_PASS_KV) return RA_INFER_PASS_KV;
     if (!c->rows || !ra__travel_count(c, &x)) return RA_INFER_PASS_Q;
-    return ra__keys_cost_less(c, &x) ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
+    t = ra__travel_time(c, &x);
+    return t.keys < t.queries ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
 }
 
 /* RA_INFER_*. Where queries travel: MERGE if the rank that wants most rows then receives so many
@@ -23641,6 +23649,7 @@ RINGATTN_API const ra_error *ra_cache_error(const ra_cache *c) {
 
 RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const int64_t *fresh,
                                       ra_infer_report *out) {
+    ra__travel_cost cost;
     ra_status s;
     if (!c || !out) return RA_E_NULL;
     s = ra__cache_idle(c);
@@ -23651,6 +23660,11 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
     ra__cache_swaps(c);
     out->travel = c->travel;
     out->q_rows = c->own_rows;
+    if (c->ranks > 1 && c->rows && c->cd.queries == RA_QUERIES_OWN && ra__travel_count(c, &cost)) {
+        const ra__travel_times t = ra__travel_time(c, &cost);
+        out->queries_s = t.queries;
+        out->keys_s = t.keys;
+    }
     for (int32_t b = 0; b < c->d.sequences; b++)
         out->keys += ra__rank_keys(c, c->rank, cached[b] + fresh[b]);
     for (int32_t i = 0; i < c->swaps; i++) {

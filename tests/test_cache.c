@@ -29,7 +29,7 @@ typedef struct script {
 /* The results by position, of the last step that computed a row. */
 typedef struct outcome {
     float *o, *lse;
-    int64_t way[4], spare;             /* spare: pages of rank 0 that were never used */
+    int64_t travel[4], spare;          /* spare: pages of rank 0 that were never used */
     int cut;
 } outcome;
 
@@ -340,7 +340,7 @@ static ra_status steps_of(const run *x, ra_cache *c, int32_t rank) {
         if (d->scores & RA_SCORE_ALIBI) t.alibi = s->alibi;
         if (d->scores & RA_SCORE_SINKS) t.sinks = s->sinks;
         if (!end) end = ra_infer_query(c, s->cached[i], s->fresh[i], &report);
-        if (rank == 0) x->out->way[report.travel]++;
+        if (rank == 0) x->out->travel[report.travel]++;
         if (!end) end = infer(s, c, &t, i);
         if (end) fprintf(stderr, "rank %d step %d: %s: %s\n", rank, i, ra_status_text(end),
                          ra_cache_error(c)->text);
@@ -520,7 +520,7 @@ static void everywhere(script *s, h_rng *r) {
     outcome_free(&one);
 }
 
-TEST(ranks_and_ways) {
+TEST(ranks_and_travel) {
     for (int64_t i = 0; i < 11; i++) {
         static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
         h_rng r = h_case_rng(i);
@@ -574,10 +574,10 @@ TEST(pages) {
             compare(&s, &plain, &r, tolerance(&s));
             s.page = i > 9 ? 5 : 1 + h_below(&r, 5);
             s.threads = 1 + h_below(&r, 3);
-            for (int32_t way = RA_INFER_PASS_Q; way <= RA_INFER_MERGE; way++) {
+            for (int32_t travel = RA_INFER_PASS_Q; travel <= RA_INFER_MERGE; travel++) {
                 outcome many;
-                if (way == RA_INFER_PASS_KV && s.cd.queries == RA_QUERIES_ALL) continue;
-                s.cd.travel = way;
+                if (travel == RA_INFER_PASS_KV && s.cd.queries == RA_QUERIES_ALL) continue;
+                s.cd.travel = travel;
                 many = script_run(&s, n);
                 CHECK_BITS(many.o, plain.o, q_size(&s) * s.d.v_dim * 4);
                 CHECK_BITS(many.lse, plain.lse, q_size(&s) * 4);
@@ -631,7 +631,7 @@ TEST(prompts_by_position) {
             many = script_run(&s, ranks[j]);
             CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
             CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
-            CHECK_EQ(many.way[RA_INFER_PASS_KV], prompts);
+            CHECK_EQ(many.travel[RA_INFER_PASS_KV], prompts);
             outcome_free(&many);
         }
         outcome_free(&one);
@@ -1260,7 +1260,7 @@ static ra_status create(const ra_desc *d, const ra_cache_desc *cd, ra_error *why
  * after 256 bring 246 KB of keys to a rank or 198 KB, 256 after 256 bring 393 or 793. If memory is
  * shared only addresses travel: a call is a pool if it can have a portion for each rank. */
 TEST(chosen_by_cost) {
-    static const struct { int64_t fresh, cached; int32_t way, shared; } list[] = {
+    static const struct { int64_t fresh, cached; int32_t copying, shared; } list[] = {
         { 1, 256, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
         { 4, 256, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
         { 16, 32768, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
@@ -1291,11 +1291,14 @@ TEST(chosen_by_cost) {
         CHECK_EQ(ra_cache_create(&c, &d, &net, NULL), RA_OK);
         for (size_t i = 0; c && i < sizeof list / sizeof *list; i++) {
             ra_infer_report report;
-            const int32_t way = shared ? list[i].shared : list[i].way;
+            const int32_t travel = shared ? list[i].shared : list[i].copying;
             CHECK_EQ(ra_infer_query(c, &list[i].cached, &list[i].fresh, &report), RA_OK);
-            CHECK_EQ(report.travel, way);
+            CHECK_EQ(report.travel, travel);
+            if (!shared) CHECK(report.keys_s <= 0 || (travel == RA_INFER_PASS_KV) ==
+                                                         (report.keys_s < report.queries_s));
+            if (!shared && travel == RA_INFER_PASS_KV) CHECK(report.keys_s > 0);
             CHECK_EQ(report.bits_any_call, 0);
-            if (!shared || way == RA_INFER_PASS_Q) continue;
+            if (!shared || travel == RA_INFER_PASS_Q) continue;
             CHECK_EQ(report.messages_out, 6);
             CHECK_EQ(report.bytes_out, 3 * (128 + 64));
         }
@@ -1312,7 +1315,7 @@ TEST(chosen_by_cost) {
 }
 
 /* What AUTO chooses on a rank for one sequence, with these rates, if messages are copied. */
-static int32_t way_by_rates(const ra_rates *rates, int32_t rank, int32_t q_heads, int64_t fresh,
+static int32_t travel_by_rates(const ra_rates *rates, int32_t rank, int32_t q_heads, int64_t fresh,
                             int64_t cached) {
     ra_desc d = ra_desc_make(q_heads, 2, 64, RA_F32, RA_MASK_CAUSAL);
     ra_infer_report report = { 0 };
@@ -1342,15 +1345,15 @@ TEST(chosen_by_rates) {
     const ra_rates slow_link = { 1e12, 1e9, 1e-6 }, slow_rank = { 1e9, 1e9, 1e-6 };
     const ra_rates far = { 1e12, 1e11, 1e-3 }, fast_link = { 1e10, 1e12, 0 };
     for (int32_t rank = 0; rank < 4; rank++) {
-        CHECK_EQ(way_by_rates(NULL, rank, 8, 256, 1536), RA_INFER_PASS_Q);
-        CHECK_EQ(way_by_rates(&slow_link, rank, 8, 256, 1536), RA_INFER_PASS_Q);
-        CHECK_EQ(way_by_rates(&slow_link, rank, 8, 256, 256), RA_INFER_PASS_KV);
-        CHECK_EQ(way_by_rates(&slow_rank, rank, 8, 256, 1536), RA_INFER_PASS_KV);
-        CHECK_EQ(way_by_rates(&far, rank, 8, 4, 0), RA_INFER_PASS_KV);
-        CHECK_EQ(way_by_rates(&fast_link, rank, 8, 16, 1024), RA_INFER_PASS_Q);
+        CHECK_EQ(travel_by_rates(NULL, rank, 8, 256, 1536), RA_INFER_PASS_Q);
+        CHECK_EQ(travel_by_rates(&slow_link, rank, 8, 256, 1536), RA_INFER_PASS_Q);
+        CHECK_EQ(travel_by_rates(&slow_link, rank, 8, 256, 256), RA_INFER_PASS_KV);
+        CHECK_EQ(travel_by_rates(&slow_rank, rank, 8, 256, 1536), RA_INFER_PASS_KV);
+        CHECK_EQ(travel_by_rates(&far, rank, 8, 4, 0), RA_INFER_PASS_KV);
+        CHECK_EQ(travel_by_rates(&fast_link, rank, 8, 16, 1024), RA_INFER_PASS_Q);
         /* Many heads over few keys: fewer bytes of keys, but one rank has all rows. */
-        CHECK_EQ(way_by_rates(NULL, rank, 64, 16, 240), RA_INFER_PASS_Q);
-        CHECK_EQ(way_by_rates(NULL, rank, 64, 64, 240), RA_INFER_PASS_KV);
+        CHECK_EQ(travel_by_rates(NULL, rank, 64, 16, 240), RA_INFER_PASS_Q);
+        CHECK_EQ(travel_by_rates(NULL, rank, 64, 64, 240), RA_INFER_PASS_KV);
     }
 }
 
@@ -1839,7 +1842,7 @@ TEST(ends_before_others_know) {
 }
 
 static const h_test tests[] = {
-    ENTRY(ranks_and_ways), ENTRY(pages), ENTRY(prompts_by_position), ENTRY(ring_buffers),
+    ENTRY(ranks_and_travel), ENTRY(pages), ENTRY(prompts_by_position), ENTRY(ring_buffers),
     ENTRY(attention_pages),
     ENTRY(shared_prefixes), ENTRY(shared_prefixes_are_one_portion),
     ENTRY(threads_share_heads), ENTRY(long_caches), ENTRY(lanes_and_weights),
