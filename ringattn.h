@@ -21053,8 +21053,11 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  * want the rows. With P ranks and b bytes of partial results of the rows that a rank wants of all
  * those of a call, B, the rank receives (P - 1) b in one exchange, (P - 1) (B + b) / P in two. If
  * all want all rows, which is so with RA_QUERIES_ALL, that is less from 3 ranks on, for one message
- * more per peer. A tree of log2 P messages has fewer of them but moves more, log2 P times b, one
- * after the other, and a ring needs P - 1 latencies. bench/README.md has the figures.
+ * more per peer. Or MERGE is a tree: in step i ranks whose numbers differ in bit i exchange all
+ * sums that they have and add them. It has log2 P messages, but moves log2 P times b, one after the
+ * other. It needs a power of two of ranks with as many lanes each, RA_QUERIES_ALL, and rates by
+ * which it is the fastest, or 64 ranks. A message costs RA__MESSAGE_S and its bytes, and messages
+ * at once share a latency. A ring needs P - 1 latencies. bench/README.md has the figures.
  *
  * Joint sequences. Consecutive sequences with one new token each, whose tables begin with the same
  * pages, are one portion with a row of each. A whole leaf that they all have in the same pages is
@@ -21208,6 +21211,7 @@ struct ra_cache {
     ra__swap *swap;                    /* [swaps] */
     ra_transport_op **list;
     int32_t travel, swaps, stages;     /* RA_INFER_*; how many the call has */
+    int32_t steps;                     /* MERGE: of a tree; 0: in two exchanges */
     int32_t pooled;                    /* 1: the call is a pool */
     struct ra_cache **peer;            /* [ranks] of a pool; this one among them */
 
@@ -21514,8 +21518,8 @@ static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
     }
     ra__cache_carve_sums(a, c, align);
     if (moves || c->merge_rows)
-        c->partial_out = (uint8_t *)ra__carve(a, ra__sums_message(&c->d, c->most_rows * heads,
-                                                               trees));
+        c->partial_out = ra__carve_aligned(a, ra__sums_message(&c->d, c->most_rows * heads,
+                                                                trees), align);
     if (!moves) return;
     c->q_send = ra__carve_aligned(a, RA__FRAME_BYTES + own * q, align);
     c->q_all = (uint8_t *)ra__carve(a, c->most_rows * q);
@@ -22013,6 +22017,34 @@ static int32_t ra__cache_travels(const ra_cache *c) {
     return t.keys < t.queries ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
 }
 
+/* log2 of ranks, if ranks with equal upper bits of their numbers have a subtree; otherwise 0. */
+static int32_t ra__tree_steps(const ra_cache *c) {
+    int32_t steps = 0;
+    if (c->ranks < 4 || (c->ranks & (c->ranks - 1)) || c->lanes % c->ranks) return 0;
+    for (int32_t r = 0; r < c->ranks; r++)
+        if (c->lane_first[r] != c->lanes / c->ranks * r) return 0;
+    while (c->ranks >> steps > 1) steps++;
+    return steps;
+}
+
+/* Steps of a tree if that takes less time than one or two exchanges, by the model at the head of
+ * this room. */
+#define RA__MESSAGE_S 1e-6
+enum { RA__TREE_RANKS = 64 };          /* the fewest without known rates */
+static int32_t ra__merge_steps(const ra_cache *c) {
+    const ra_rates *rates = &c->d.rates;
+    const int known = !ra__rates_unknown(rates);
+    const double latency = known ? rates->link_latency_s : 0.0, peers = c->ranks - 1.0;
+    const double link = known ? rates->link_bytes_per_s : RA__TRAVEL_BYTES_S;
+    const double moves = 4.0 * (double)ra__partial_floats(&c->d) * (double)c->rows / link;
+    const double one = latency + peers * (RA__MESSAGE_S + moves);
+    const double two = 2 * (latency + peers * (RA__MESSAGE_S + moves / c->ranks));
+    const int32_t steps = ra__tree_steps(c);
+    const double tree = steps * (latency + RA__MESSAGE_S + moves);
+    if (c->cd.queries != RA_QUERIES_ALL || (!known && c->ranks < RA__TREE_RANKS)) return 0;
+    return tree < one && tree < two ? steps : 0;
+}
+
 /* RA_INFER_*. Where queries travel: MERGE if the rank that wants most rows then receives so many
  * bytes less that they are worth a latency and, per peer, a message more, of 1 us. Where memory is
  * shared and one rank alone wants a row, MERGE moves as many bytes: one exchange is taken.
@@ -22020,7 +22052,6 @@ static int32_t ra__cache_travels(const ra_cache *c) {
  * D 128, RA_QUERIES_ALL: MERGE takes 0.94 to 1.3 times as long where it saves 11 to 88 KB, 0.90
  * (P = 4) at 99 KB, 0.84 and 0.75 at 198 and 396, 0.85 and 0.50 (P = 8) at 350 and 1386 KB. */
 enum { RA__MERGE_SAVES = 64 << 10, RA__MERGE_SAVES_PEER = 8 << 10 };
-#define RA__MESSAGE_S 1e-6
 static int32_t ra__cache_travel(const ra_cache *c) {
     const int32_t found = ra__cache_travels(c);
     const double partial = 4.0 * (double)ra__partial_floats(&c->d);
@@ -22032,6 +22063,7 @@ static int32_t ra__cache_travel(const ra_cache *c) {
     if (found != RA_INFER_PASS_Q || !c->merge_rows || c->rows > c->merge_rows) return found;
     if (c->cd.travel == RA_INFER_MERGE) return RA_INFER_MERGE;
     if (c->shared && !all) return found;
+    if (ra__merge_steps(c)) return RA_INFER_MERGE;
     for (int32_t r = 0; r < c->ranks; r++)
         if ((double)c->rank_rows[r] > most) most = (double)c->rank_rows[r];
     if (all) most = rows;
@@ -22130,8 +22162,31 @@ static int64_t ra__share_move(const ra_cache *c, int32_t holder, int32_t rank,
     return moved;
 }
 
+/* A tree of MERGE: the sums of all rows over the 2^step ranks whose numbers differ from this one's
+ * in the lowest bits alone, as a message: what came is added to in place. */
+static uint8_t *ra__tree_sums(const ra_cache *c, int32_t step) {
+    return step ? c->result[c->rank ^ (1 << (step - 1))] : c->partial_out;
+}
+
+/* A tree of MERGE: in each step two ranks exchange all that they have. */
+static void ra__tree_swaps(ra_cache *c) {
+    const int64_t length = ra__sums_message(&c->d, c->rows * c->d.q_heads, 1);
+    for (int32_t i = 0; i < c->steps; i++) {
+        const int32_t peer = c->rank ^ (1 << i);
+        const ra__swap_message out = { ra__tree_sums(c, i), length, i + 1 };
+        const ra__swap_message in = { ra__tree_sums(c, i + 1), length, 0 };
+        ra__swap_add(c, RA__FRAME_PARTIAL, (peer + c->ranks - c->rank) % c->ranks, &out, &in);
+        c->swap[i].side[RA__SWAP_IN].op.peer = length ? peer : RA_NO_PEER;
+    }
+    c->stages = c->steps + 2;
+}
+
 /* MERGE: partial results to the ranks of their shares, then sums to the ranks of their rows. */
 static void ra__merge_swaps(ra_cache *c) {
+    if (c->steps) {
+        ra__tree_swaps(c);
+        return;
+    }
     for (int32_t s = 1; s < c->ranks; s++) {
         const int32_t to = (c->rank + s) % c->ranks, from = (c->rank + c->ranks - s) % c->ranks;
         const int64_t here = ra__share_size(c, c->rank), there = ra__share_size(c, to);
@@ -22304,6 +22359,7 @@ static void ra__cache_set_counts(ra_cache *c, const int64_t *cached, const int64
     memcpy(c->fresh, fresh, (size_t)c->d.sequences * sizeof *fresh);
     ra__cache_rows_of(c);
     c->travel = ra__cache_travel(c);
+    c->steps = c->travel == RA_INFER_MERGE ? ra__merge_steps(c) : 0;
     c->pooled = c->ranks == 1 || (c->shared && c->travel == RA_INFER_PASS_KV);
     c->portion_rows = ra__any_ordered(c) ? c->ordered_rows : c->tile_rows;
     if (c->pooled) ra__pool_cut(c);
@@ -22598,6 +22654,10 @@ static void ra__cache_pack_results(ra_cache *c) {
 static void ra__cache_pack_next(ra_cache *c, int32_t stage) {
     if (c->ranks == 1) return;
     if (stage == 0 && c->travel == RA_INFER_PASS_Q) ra__cache_pack_results(c);
+    if (stage < c->steps)
+        ra__cache_put_frame(c, ra__tree_sums(c, stage), RA__FRAME_PARTIAL,
+                            ra__sums_message(&c->d, c->rows * c->d.q_heads, 1));
+    if (c->steps) return;
     if (stage == 0 && c->travel == RA_INFER_MERGE) ra__cache_pack_shares(c);
     if (stage == 1 && c->travel == RA_INFER_MERGE) ra__cache_pack_sums(c);
 }
@@ -23180,9 +23240,9 @@ static ra__cache_portion ra__portion_at(const ra_cache *c, int32_t b, int64_t n)
     return x;
 }
 
-/* 1: the portions of a stage are head rows of this rank's share to merge. */
+/* 1: the portions of a stage are head rows to merge, of this rank's share or, in a tree, of all. */
 static int ra__stage_merges(const ra_cache *c, int32_t stage) {
-    return c->travel == RA_INFER_MERGE && stage == 1;
+    return c->travel == RA_INFER_MERGE && stage > 0 && stage < c->stages - 1;
 }
 
 /* 1: the portions of a stage are rows to write, or head rows to merge. */
@@ -23231,6 +23291,17 @@ static ra__partial ra__rows_sum(const ra_cache *c, const ra__cache_desk *y, ra__
     return sum;
 }
 
+/* A tree of MERGE: adds some head rows of the sums so far to those that have come. */
+static void ra__tree_merge(const ra_cache *c, const ra__cache_desk *y, int32_t step) {
+    const int64_t all = c->rows * c->d.q_heads, most = c->write_rows * c->d.q_heads;
+    const int64_t at = y->x.n * most;
+    const ra__partial to = ra__tree_partial(c, ra__partials_in(ra__tree_sums(c, step + 1), all), 0,
+                                            at);
+    const ra__partial from = ra__tree_partial(c, ra__partials_in(ra__tree_sums(c, step), all), 0,
+                                              at);
+    c->tile_kernel->merge(to.o, to.lse, 1, from.o, from.lse, ra__min(most, all - at), c->d.v_dim);
+}
+
 /* MERGE: sums some head rows of this rank's share. */
 static ra_status ra__cache_merge(const ra_cache *c, const ra__cache_desk *y) {
     const ra__subtree all = { 0, c->lanes };
@@ -23266,15 +23337,21 @@ static ra_status ra__row_write(const ra_cache *c, int32_t b, int64_t i, int32_t 
 static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
     const ra__subtree all = { 0, c->lanes };
     const int64_t first = y->x.n * c->write_rows, heads = c->d.q_heads;
+    uint8_t *sums = c->steps ? ra__tree_sums(c, c->steps) : c->result[c->rank];
     ra_status s = RA_OK;
-    int32_t b = 0;
-    if (ra__stage_merges(c, ra__load_i32(&c->stage))) return ra__cache_merge(c, y);
+    int32_t b = 0, stage = ra__load_i32(&c->stage);
+    if (ra__stage_merges(c, stage)) {
+        if (!c->steps) return ra__cache_merge(c, y);
+        ra__tree_merge(c, y, stage - 1);
+        return RA_OK;
+    }
     for (int64_t i = first; i < c->own_rows && i < first + c->write_rows && !s; i++) {
         const ra__head_rows p = { i * heads, heads };
         while (i >= c->own_at[b + 1]) b++;
         s = ra__row_write(c, b, i - c->own_at[b], 0, c->d.q_heads,
                           c->travel == RA_INFER_MERGE
-                              ? ra__tree_partial(c, ra__result_of(c, c->rank), 0, p.at)
+                              ? ra__tree_partial(c, ra__partials_in(sums, c->own_rows * heads), 0,
+                                                 p.at)
                               : ra__rows_sum(c, y, p, all, 0));
     }
     return s;
@@ -23359,6 +23436,7 @@ static void ra__cache_keys_of(ra_cache *c, int32_t rank, const uint8_t *message)
 static int32_t ra__stage_swaps(const ra_cache *c, int32_t stage) {
     if (c->pooled) return c->ranks - 1;
     if (c->travel == RA_INFER_PASS_KV) return (int32_t)ra__min(stage, c->ranks - 1);
+    if (c->steps) return (int32_t)ra__min(stage, c->swaps);
     if (ra__stage_merges(c, stage)) return c->swaps - (c->ranks - 1);
     return stage ? c->swaps : c->cd.queries == RA_QUERIES_OWN ? c->ranks - 1 : 0;
 }
@@ -23370,8 +23448,8 @@ static void ra__stage_open(ra_cache *c, int32_t stage) {
                     c->cd.queries == RA_QUERIES_ALL;
     c->portions = 0;
     if (ra__stage_writes(c, stage)) {
-        const int64_t head_rows = ra__stage_merges(c, stage) ? ra__share_size(c, c->rank)
-                                                             : c->own_rows * c->d.q_heads;
+        const int shares = ra__stage_merges(c, stage) && !c->steps;
+        const int64_t head_rows = shares ? ra__share_size(c, c->rank) : c->own_rows * c->d.q_heads;
         c->portions = ra__ceil_div(head_rows, c->write_rows * c->d.q_heads);
     } else {
         c->queries.v = own ? c->q : ra__view_packed(c->q_all, c->d.q_heads, c->d.k_dim,

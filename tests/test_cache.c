@@ -29,7 +29,8 @@ typedef struct script {
 /* The results by position, of the last step that computed a row. */
 typedef struct outcome {
     float *o, *lse;
-    int64_t travel[4], spare;          /* spare: pages of rank 0 that were never used */
+    int64_t travel[4], most, spare;    /* most: messages of a call; spare: pages of rank 0 that were
+                                        * never used */
     int cut;
 } outcome;
 
@@ -341,6 +342,7 @@ static ra_status steps_of(const run *x, ra_cache *c, int32_t rank) {
         if (d->scores & RA_SCORE_SINKS) t.sinks = s->sinks;
         if (!end) end = ra_infer_query(c, s->cached[i], s->fresh[i], &report);
         if (rank == 0) x->out->travel[report.travel]++;
+        if (rank == 0 && report.messages_in > x->out->most) x->out->most = report.messages_in;
         if (!end) end = infer(s, c, &t, i);
         if (end) fprintf(stderr, "rank %d step %d: %s: %s\n", rank, i, ra_status_text(end),
                          ra_cache_error(c)->text);
@@ -1403,6 +1405,43 @@ TEST(chosen_merges) {
     CHECK_EQ(one_token_each(8, 0, RA_QUERIES_OWN, 1).travel, RA_INFER_PASS_Q);
     CHECK_EQ(one_token_each(8, 0, RA_QUERIES_OWN, 2).travel, RA_INFER_MERGE);
     CHECK_EQ(one_token_each(8, 1, RA_QUERIES_OWN, 2).travel, RA_INFER_PASS_Q);
+    CHECK_EQ(one_token_each(64, 0, RA_QUERIES_ALL, 1).messages_in, 6);         /* a tree */
+    CHECK_EQ(one_token_each(32, 0, RA_QUERIES_ALL, 1).messages_in, 62);
+}
+
+/* By rates for which few messages are worth more bytes, MERGE is a tree where ranks are a power of
+ * two: a message in each step, and the bits of one rank. */
+TEST(merge_trees) {
+    const ra_rates rates = { 1e12, 1e12, 1e-7 };
+    for (int64_t i = 0; i < 6; i++) {
+        static const int32_t ranks[] = { 4, 8, 4, 8, 2, 6 };
+        h_rng r = h_case_rng(i);
+        script s;
+        outcome one, many;
+        if (!h_case(i)) continue;
+        s = script_new(4, 2, 32, i % 2 ? RA_F32 : RA_BF16, 400);
+        s.d.sequences = 1 + (int32_t)(i % 3);
+        s.d.rates = rates;
+        s.d.tokens = 12;
+        s.cd.queries = RA_QUERIES_ALL;
+        s.cd.travel = i > 1 ? RA_INFER_MERGE : RA_INFER_AUTO;
+        if (i == 3) s.cd.lanes = 32;
+        if (i == 1) s.d.scores = RA_SCORE_SINKS;
+        script_fill(&s, &r);
+        grow(&s, &r, 200);
+        one = script_run(&s, 1);
+        compare(&s, &one, &r, tolerance(&s));
+        for (s.level_0 = 0; s.level_0 < 3; s.level_0++) {
+            s.threads = 1 + h_below(&r, 3);
+            many = script_run(&s, ranks[i]);
+            CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
+            CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
+            CHECK_EQ(many.most, ranks[i] == 4 ? 2 : ranks[i] == 8 ? 3 : 2 * (ranks[i] - 1));
+            outcome_free(&many);
+        }
+        outcome_free(&one);
+        script_free(&s);
+    }
 }
 
 TEST(refusals) {
@@ -1848,7 +1887,7 @@ static const h_test tests[] = {
     ENTRY(threads_share_heads), ENTRY(long_caches), ENTRY(lanes_and_weights),
     ENTRY(chosen_lanes), ENTRY(drafts_are_exact),
     ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(chosen_by_cost), ENTRY(chosen_by_rates),
-    ENTRY(chosen_merges),
+    ENTRY(chosen_merges), ENTRY(merge_trees),
     ENTRY(refusals),
     ENTRY(longest_messages), ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(unseen_pages),
     ENTRY(failures), ENTRY(ends_in_the_middle_of_a_call), ENTRY(ends_before_others_know),
