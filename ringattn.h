@@ -22033,15 +22033,15 @@ static int32_t ra__tree_steps(const ra_cache *c) {
 enum { RA__TREE_RANKS = 64 };          /* the fewest without known rates */
 static int32_t ra__merge_steps(const ra_cache *c) {
     const ra_rates *rates = &c->d.rates;
-    const int known = !ra__rates_unknown(rates);
-    const double latency = known ? rates->link_latency_s : 0.0, peers = c->ranks - 1.0;
-    const double link = known ? rates->link_bytes_per_s : RA__TRAVEL_BYTES_S;
+    const int rated = !ra__rates_unknown(rates);
+    const double latency = rated ? rates->link_latency_s : 0.0, peers = c->ranks - 1.0;
+    const double link = rated ? rates->link_bytes_per_s : RA__TRAVEL_BYTES_S;
     const double moves = 4.0 * (double)ra__partial_floats(&c->d) * (double)c->rows / link;
     const double one = latency + peers * (RA__MESSAGE_S + moves);
     const double two = 2 * (latency + peers * (RA__MESSAGE_S + moves / c->ranks));
     const int32_t steps = ra__tree_steps(c);
     const double tree = steps * (latency + RA__MESSAGE_S + moves);
-    if (c->cd.queries != RA_QUERIES_ALL || (!known && c->ranks < RA__TREE_RANKS)) return 0;
+    if (c->cd.queries != RA_QUERIES_ALL || (!rated && c->ranks < RA__TREE_RANKS)) return 0;
     return tree < one && tree < two ? steps : 0;
 }
 
