@@ -66,7 +66,7 @@
  *           for (int i = 0; i < 4; i++) pthread_create(&id[i], NULL, work, &ith[i]);
  *           for (int i = 0; i < 4; i++) pthread_join(id[i], NULL);
  *       }
- *       return why.status;                        // why.text is the reason of a refusal
+ *       return why.status;                        // refused: why.field says what, why.text why
  *   }
  *
  * Program 3: 4096 tokens on four ranks, which are threads of one process. Rank 0 has tokens 0..511

@@ -904,7 +904,7 @@ TEST(refusals) {
     if (!CHECK(ra_attention_backward_bytes(&sane.d, 1) < sizeof room - 64)) return;
     REFUSED(RA_OK, "");
     sane.d.train = 0;      REFUSED(RA_E_SHAPE, "train");
-    sane.d.train = 2;                  REFUSED(RA_E_ENUM, "train");
+    sane.d.train = 2;                  REFUSED(RA_E_RANGE, "train");
     sane.d.grad_dtype = 4;          REFUSED(RA_E_ENUM, "grad_dtype");
     sane.d.dropout = 1.0f;          REFUSED(RA_E_RANGE, "dropout");
     sane.d.dropout = -0.1f;         REFUSED(RA_E_RANGE, "dropout");
@@ -928,7 +928,7 @@ TEST(refusals) {
     sane.t.d_bias.data = sane.x + 32; REFUSED(RA_E_RANGE, "t.d_bias.keys");
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
     sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.key_step = 2;
-    REFUSED(RA_E_STRIDE, "t.d_bias");
+    REFUSED(RA_E_STRIDE, "t.d_bias.key_step");
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
     sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.key_step = 4;
     REFUSED(RA_E_SHAPE, "t.d_bias.head_step");
@@ -954,11 +954,11 @@ TEST(refusals) {
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = INT64_MAX;
     sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = INT64_MAX;
     sane.t.d_bias.head_step = INT64_MAX - 3; sane.t.d_bias.key_step = INT64_MAX / 8 * 4;
-    REFUSED(RA_E_OVERFLOW, "t.d_bias");
+    REFUSED(RA_E_OVERFLOW, "t.d_bias.head_step");
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = INT64_MAX;
     sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 1;
     sane.t.d_bias.head_step = INT64_MAX / 4 * 4; sane.t.d_bias.key_step = 4;
-    REFUSED(RA_E_OVERFLOW, "t.d_bias");
+    REFUSED(RA_E_OVERFLOW, "t.d_bias.head_step");
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = INT64_MAX;
     sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = INT64_MAX;
     sane.t.d_bias.head_step = 4; sane.t.d_bias.key_step = 8;
