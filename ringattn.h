@@ -13728,6 +13728,10 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
     return RA_OK;
 }
 
+RA__OPTIMIZE_END
+
+RA__OPTIMIZE_BEGIN("Og")
+
 /* ========================================================================== SCHEDULE
  * Chunks, their order, and how far each travels. In: a resolved descriptor. Out: one list of chunks
  * in the order in which every row folds them and every link carries them (except in rounds, see
@@ -15085,10 +15089,6 @@ static int64_t ra__tour_exchanges(const ra__tour *w, ra__play *y, int64_t tiles,
                       (out[i].step & (((int64_t)1 << RA__MOMENT_BITS) - 1));
     return count;
 }
-
-RA__OPTIMIZE_END
-
-RA__OPTIMIZE_BEGIN("Og")
 
 /* ========================================================================== WORKSPACE
  * The memory of a ring: its structs, how they are laid out in one workspace, and how many bytes
