@@ -1788,10 +1788,11 @@ typedef struct ra__kernel {
     /* Folds keys into the current block of rows[0 .. n - 1]. keys[i]: how rows[i] see them. If
      * rows->one_row, rows[i] is that of head i, and keys[0] is those of head 0. */
     void (*decode_fold)(ra__decode_rows *rows, const ra__decode_keys *keys, int32_t n);
-    /* The same for up to 4 rows in each of n heads, 2 or more in all, keys->n a multiple of
-     * decode_unit, at most 16 if n > 1. All rows see all keys. keys[0]: of head 0. Dims are
-     * multiples of RA__DECODE_NEAR, and K and V have one dtype, f32, f16 or bf16. Each unit of keys
-     * is finished before the next, and memory is prefetched into the level 1 cache. May be null. */
+    /* The same for up to 4 rows in each of n heads, 2 or more in all, keys->n a multiple of 8, at
+     * most 16 if n > 1 and scores are modified. A whole block may also be closed. All rows see all
+     * keys. keys[0]: of head 0. Dims are multiples of RA__DECODE_NEAR, and K and V have one dtype,
+     * f32, f16 or bf16. Of a few keys at a time all heads are taken, and memory is prefetched into
+     * the level 1 cache. May be null. */
     void (*decode_near)(ra__decode_rows *rows, const ra__decode_keys *keys, int32_t n);
     /* Ends the current block: adds its sums to acc and l. */
     void (*decode_close)(ra__decode_rows *rows);
@@ -2713,10 +2714,10 @@ RA__INLINE void ra__stream_move(ra__stream *a, const ra__near_ahead *x, int32_t 
     }
 }
 
-/* Decoding: a unit of keys of a head. */
+/* Decoding: keys of a head. */
 typedef struct ra__near_unit {
     int32_t head, first;               /* key of the call */
-    const uint8_t *k, *v;
+    const uint8_t *k;
 } ra__near_unit;
 
 /* What modifies the scores of a call: of at most 16 keys of fours, or of up to 64 if there is one
@@ -2728,23 +2729,18 @@ typedef struct ra__decode_mods {
     int32_t alibi;                     /* 1: distances are set */
 } ra__decode_mods;
 
+/* Decoding: scores of a group of keys of all heads. They become weights, except where a maximum
+ * must rise first. */
+typedef struct ra__near_group {
+    float s[RA__DECODE_HEADS][4 * RA__DECODE_KEYS];
+    int32_t ready[RA__DECODE_HEADS];   /* 1: weights */
+} ra__near_group;
+
 /* 1 if scores of some of n heads are modified. */
 RA__INLINE int32_t ra__decode_modifies(const ra__decode_rows *rows, int32_t n) {
     int32_t any = 0;
     for (int32_t h = 0; h < n; h++) any |= rows[h].modified;
     return any;
-}
-
-/* The next `unit` keys of the head, or the first of the next head. */
-RA__INLINE void ra__near_next(ra__near_unit *x, const ra__decode_keys *keys, int32_t unit) {
-    x->first += unit;
-    x->k += unit * keys->k_stride;
-    x->v += unit * keys->v_stride;
-    if (x->first < keys->n) return;
-    x->first = 0;
-    x->head++;
-    x->k = keys->k + x->head * keys->k_head;
-    x->v = keys->v + x->head * keys->v_head;
 }
 
 /* How many of n rows are converted at a time: all, or a multiple of 4. */
@@ -2893,16 +2889,21 @@ RA__INLINE int32_t ra__score_is_modified(const ra__score *score) {
 /* Prefetches n lines from each of the two addresses of x on into the L1 cache, and advances x. Two
  * lines, one of each, are prefetched every 10 cycles or so, if x is slow every 13.
  * PERF: see ra__stream_prefetch. Zen 5, 32/8 heads of D 128, 32768 keys, share of a reading loop,
- * 10 -> 13 cycles: f32 81 -> 86 %, bf16 77 -> 80; [Hkv][T][D] 95 -> 81, bf16 89 -> 80. */
+ * 10 -> 13 cycles: f32 81 -> 86 %, bf16 77 -> 80; [Hkv][T][D] 95 -> 81, bf16 89 -> 80. The slow
+ * pace is a loop because gcc then keeps it one: unrolled, bf16 81 -> 78 %. */
 RA__INLINE void ra__prefetch_near(ra__near_ahead *x, int32_t n) {
     RA__UNROLL for (int32_t i = 0; i < n; i++) {
         __builtin_prefetch((const void *)x->at[0]);
         __builtin_prefetch((const void *)x->at[1]);
-        x->at[0] = ra__delay_address(x->at[0] + 64);
-        x->at[1] = ra__delay_address(x->at[1] + 64);
-        if (!x->slow) continue;
-        x->at[0] = ra__delay_step(x->at[0]);
-        x->at[1] = ra__delay_step(x->at[1]);
+        x->at[0] += 64;
+        x->at[1] += 64;
+        for (int32_t e = 0; e < 4 && x->slow; e++) {
+            x->at[0] = ra__delay_step(x->at[0]);
+            x->at[1] = ra__delay_step(x->at[1]);
+        }
+        if (x->slow) continue;
+        x->at[0] = ra__delay_address(x->at[0]);
+        x->at[1] = ra__delay_address(x->at[1]);
     }
 }
 
@@ -4403,6 +4404,13 @@ RA__ISA_INLINE void RA__NAME(decode_close_l)(ra__decode_rows *rows, int32_t r) {
     rows->l[r] += total;
 }
 
+/* Ends a block whose values are in acc. */
+RA__ISA_INLINE void RA__NAME(decode_closed)(ra__decode_rows *rows) {
+    for (int32_t r = 0; r < 4; r++) RA__NAME(decode_close_l)(rows, r);
+    memset(rows->block_l, 0, sizeof rows->block_l);
+    rows->has_keys = 0;
+}
+
 RA__ISA_STATIC void RA__NAME(decode_close)(ra__decode_rows *rows) {
     const int32_t step = RA__NAME(decode_step)(rows);
     for (int32_t r = 0; rows->has_keys >> r; r++) {
@@ -4499,16 +4507,17 @@ RA__ISA_STATIC void RA__NAME(decode_fold)(ra__decode_rows *rows, const ra__decod
         if (keys->seen) RA__NAME(decode_fold_keys)(rows, keys);
 }
 
-/* Scores s [key][4 rows] of a unit of keys. mods: null, or what modifies scores. */
+/* Scores s [key][4 rows] of a group of keys. mods: null, or what modifies scores. */
 RA__ISA_INLINE void RA__NAME(decode_near_scores)(const ra__decode_rows *rows,
                                                  const ra__near_unit *unit, int64_t stride,
                                                  float *s, const ra__decode_mods *mods,
-                                                 ra__near_ahead *ahead, int32_t dtype) {
+                                                 ra__near_ahead *ahead, const int32_t dtype,
+                                                 const int32_t group) {
     const int32_t dim = rows->d->k_dim, nk = RA__DECODE_TILE_KEYS;
     const int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : 2);
     const float *q = rows[unit->head].q;
     const uint8_t *k = unit->k;
-    for (int32_t j = 0; j < RA__DECODE_UNIT; j += nk, k += nk * stride) {
+    for (int32_t j = 0; j < group; j += nk, k += nk * stride) {
         RA__FLOATS c[4 * RA__DECODE_TILE_KEYS];
         RA__UNROLL for (int32_t i = 0; i < 4 * nk; i++) c[i] = RA__NAME(set)(0.0f);
         for (int32_t d = 0; d < dim; d += RA__CHUNK) {
@@ -4527,56 +4536,100 @@ RA__ISA_INLINE void RA__NAME(decode_near_scores)(const ra__decode_rows *rows,
     }
 }
 
-/* block_acc += p [key][4 rows] times the values at v. */
+/* Adds p [key][4 rows] times the `group` values at v to the sums of the block, and if they are its
+ * last, the sums to acc. */
 RA__ISA_INLINE void RA__NAME(decode_near_values)(const ra__decode_rows *rows, const uint8_t *v,
-                                                 int64_t stride, const float *p,
-                                                 ra__near_ahead *ahead, int32_t dtype) {
+                                                 int64_t stride, const float *p, int32_t last,
+                                                 ra__near_ahead *ahead, const int32_t dtype,
+                                                 const int32_t group) {
     const int32_t nc = RA__DECODE_TILE_CHUNKS;
     const int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : 2);
     for (int32_t d = 0; d < rows->d->v_dim; d += nc * RA__CHUNK) {
         float *to = rows->block_acc + 4 * d;
         RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], x[2 * RA__DECODE_TILE_CHUNKS];
-        RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++) c[i] = RA__NAME(load)(to + i * RA__WIDTH);
-        RA__UNROLL for (int32_t j = 0; j < RA__DECODE_UNIT; j++) {
+        RA__NAME(decode_load_sums)(c, to, 8 * nc, rows->has_keys);
+        RA__UNROLL for (int32_t j = 0; j < group; j++) {
             RA__UNROLL for (int32_t i = 0; i < nc; i++)
                 RA__NAME(load_chunk)(x + 2 * i, v + j * stride, d + i * RA__CHUNK, dtype);
             RA__NAME(decode_value_step)(c, x, p + 4 * j, nc, ~(uint64_t)0);
             ra__prefetch_near(ahead, nc * bytes / 128);
         }
+        if (last) to = rows->acc + 4 * d;
+        if (last) RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++)
+            c[i] = RA__NAME(load)(to + i * RA__WIDTH) + c[i];
         RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++) RA__NAME(store)(to + i * RA__WIDTH, c[i]);
     }
 }
 
-/* Weights of a unit of keys from its scores s. The maximum rises first if it has to. */
-RA__ISA_INLINE void RA__NAME(decode_near_weigh)(ra__decode_rows *rows, float *s) {
-    const int32_t n = 4 * RA__DECODE_UNIT;
-    if (!rows->has_keys)
-        memset(rows->block_acc, 0, (size_t)rows->d->v_dim * 4 * sizeof *rows->block_acc);
-    rows->has_keys = (1 << RA__DECODE_ROWS) - 1;
-    if (!RA__NAME(decode_max_holds)(rows, s, n)) RA__NAME(decode_raise)(rows, s, n);
-    RA__NAME(decode_weigh)(rows, s, n);
+/* Adds a group of keys of a head unit by unit, because some maximum must rise first. */
+RA__ISA_NOINLINE void RA__NAME(decode_near_rise)(ra__decode_rows *rows, const uint8_t *v,
+                                                 int64_t stride, float *s, int32_t last,
+                                                 ra__near_ahead *ahead, int32_t dtype,
+                                                 int32_t group) {
+    const int32_t unit = RA__DECODE_UNIT, n = 4 * unit;
+    for (int32_t j = 0; j < group; j += unit, v += unit * stride, s += n) {
+        const int32_t end = last && j + unit == group;
+        if (!RA__NAME(decode_max_holds)(rows, s, n)) RA__NAME(decode_raise)(rows, s, n);
+        RA__NAME(decode_weigh)(rows, s, n);
+        if (dtype == RA_F32)
+            RA__NAME(decode_near_values)(rows, v, stride, s, end, ahead, RA_F32, unit);
+        else if (dtype == RA_F16)
+            RA__NAME(decode_near_values)(rows, v, stride, s, end, ahead, RA_F16, unit);
+        else
+            RA__NAME(decode_near_values)(rows, v, stride, s, end, ahead, RA_BF16, unit);
+        rows->has_keys = (1 << RA__DECODE_ROWS) - 1;
+    }
 }
 
-/* Scores of a unit come before the values of the unit before, so that the processor always has
- * products beside the sums of lanes and the exponentials. */
-RA__ISA_INLINE void RA__NAME(decode_near_as)(ra__decode_rows *rows, const ra__decode_keys *keys,
-                                             int32_t n, const ra__decode_mods *mods, int32_t dtype,
-                                             int32_t slow) {
-    const int32_t units = keys->n / RA__DECODE_UNIT, size = dtype == RA_F32 ? 4 : 2;
-    float s[2][4 * RA__DECODE_UNIT + RA__WIDTH];
-    ra__near_unit now = { 0, 0, keys->k, keys->v }, last = now;
-    for (int32_t i = 0; i <= n * units; i++) {
+/* n scores s become weights; returns 0 if a maximum must rise first. */
+RA__ISA_INLINE int32_t RA__NAME(decode_near_weigh)(ra__decode_rows *rows, float *s, int32_t n) {
+    if (!RA__NAME(decode_max_holds)(rows, s, n)) return 0;
+    RA__NAME(decode_weigh)(rows, s, n);
+    return 1;
+}
+
+/* Adds the values of the group of each of n heads from key j on. */
+RA__ISA_INLINE void RA__NAME(decode_near_add)(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                              int32_t n, int32_t j, ra__near_group *x,
+                                              const int32_t dtype, const int32_t group,
+                                              int32_t slow) {
+    const int32_t last = keys->whole && j + group == keys->n, size = dtype == RA_F32 ? 4 : 2;
+    const uint8_t *v = keys->v + j * keys->v_stride;
+    for (int32_t h = 0; h < n; h++, rows++, v += keys->v_head) {
         ra__near_ahead ahead = { { keys->streams[0].at, keys->streams[1].at }, slow };
-        if (i > 0) RA__NAME(decode_near_weigh)(rows + last.head, s[(i - 1) % 2]);
-        if (i < n * units)
-            RA__NAME(decode_near_scores)(rows, &now, keys->k_stride, s[i % 2], mods, &ahead, dtype);
-        if (i > 0)
-            RA__NAME(decode_near_values)(rows + last.head, last.v, keys->v_stride, s[(i - 1) % 2],
-                                         &ahead, dtype);
-        ra__stream_move(keys->streams, &ahead,
-                        RA__DECODE_UNIT * (rows->d->k_dim + rows->d->v_dim) * size / 128);
-        last = now;
-        ra__near_next(&now, keys, RA__DECODE_UNIT);
+        if (x->ready[h])
+            RA__NAME(decode_near_values)(rows, v, keys->v_stride, x->s[h], last, &ahead, dtype,
+                                         group);
+        else
+            RA__NAME(decode_near_rise)(rows, v, keys->v_stride, x->s[h], last, &ahead, dtype,
+                                       group);
+        ra__stream_move(keys->streams, &ahead, group * rows->d->v_dim * size / 128);
+        rows->has_keys = (1 << RA__DECODE_ROWS) - 1;
+        if (last) RA__NAME(decode_closed)(rows);
+    }
+}
+
+/* Scores of a group of keys of all heads, then their values: see DECODE for the order. mods: null,
+ * or what modifies scores.
+ * PERF: groups of 8 keys of f16 instead of 4: sums are loaded and stored half as often. Zen 5, 32/8
+ * heads of D 128, 32768 keys, one thread: 65 -> 76 % of the speed of a reading loop. */
+RA__ISA_INLINE void RA__NAME(decode_near_as)(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                             int32_t n, const ra__decode_mods *mods,
+                                             const int32_t dtype, const int32_t group,
+                                             int32_t slow) {
+    const int32_t size = dtype == RA_F32 ? 4 : 2;
+    ra__near_group x;
+    for (int32_t j = 0; j < keys->n; j += group) {
+        ra__near_unit unit = { 0, j, keys->k + j * keys->k_stride };
+        for (int32_t h = 0; h < n; h++, unit.k += keys->k_head) {
+            ra__near_ahead ahead = { { keys->streams[0].at, keys->streams[1].at }, slow };
+            unit.head = h;
+            RA__NAME(decode_near_scores)(rows, &unit, keys->k_stride, x.s[h], mods, &ahead, dtype,
+                                         group);
+            x.ready[h] = RA__NAME(decode_near_weigh)(rows + h, x.s[h], 4 * group);
+            ra__stream_move(keys->streams, &ahead, group * rows->d->k_dim * size / 128);
+        }
+        RA__NAME(decode_near_add)(rows, keys, n, j, &x, dtype, group, slow);
     }
 }
 
@@ -4586,10 +4639,10 @@ RA__ISA_STATIC void RA__NAME(decode_near)(ra__decode_rows *rows, const ra__decod
     ra__decode_mods mods;
     const ra__decode_mods *by = ra__decode_modifies(rows, n) ? &mods : NULL;
     if (by) RA__NAME(decode_prepare)(rows, keys, n, &mods);
-    if (dtype == RA_F16) RA__NAME(decode_near_as)(rows, keys, n, by, RA_F16, 0);
-    else if (dtype == RA_BF16) RA__NAME(decode_near_as)(rows, keys, n, by, RA_BF16, 0);
-    else if (n == 1) RA__NAME(decode_near_as)(rows, keys, n, by, RA_F32, 0);
-    else RA__NAME(decode_near_as)(rows, keys, n, by, RA_F32, 1);
+    if (dtype == RA_F16) RA__NAME(decode_near_as)(rows, keys, n, by, RA_F16, 8, 0);
+    else if (dtype == RA_BF16) RA__NAME(decode_near_as)(rows, keys, n, by, RA_BF16, 8, 0);
+    else if (n == 1) RA__NAME(decode_near_as)(rows, keys, n, by, RA_F32, 4, 0);
+    else RA__NAME(decode_near_as)(rows, keys, n, by, RA_F32, 8, 1);
 }
 
 RA__ISA_STATIC void RA__NAME(decode_load)(ra__decode_rows *rows, int32_t r, const void *src,
@@ -6496,13 +6549,6 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_decode_values_2(const ra__decode_rows *ro
         ra__bf_decode_value_tile(rows + f, keys, pairs + f * 2 * RA_BLOCK_TOKENS, d, 1, 1);
 }
 
-/* Ends a block whose values are in acc. */
-RA__BF_INLINE void ra__bf_decode_close(ra__decode_rows *rows) {
-    for (int32_t r = 0; r < 4; r++) ra__decode_close_l_avx512(rows, r);
-    memset(rows->block_l, 0, sizeof rows->block_l);
-    rows->has_keys = 0;
-}
-
 /* Adds keys [j, j + n), whose scores are in s, to the sums of nf fours. n is a multiple of 8. */
 RA__BF_INLINE void ra__bf_decode_add(ra__decode_rows *rows, const ra__decode_keys *keys,
                                      float (*s)[4 * RA_BLOCK_TOKENS], int32_t j, int32_t n,
@@ -6519,7 +6565,7 @@ RA__BF_INLINE void ra__bf_decode_add(ra__decode_rows *rows, const ra__decode_key
     for (int32_t f = 0; f < nf; f++) {
         for (int32_t r = 0; r < 4; r++)
             if (part.seen >> r & ra__seen_by_row_0) rows[f].has_keys |= 1 << r;
-        if (part.whole) ra__bf_decode_close(&rows[f]);
+        if (part.whole) ra__decode_closed_avx512(&rows[f]);
     }
 }
 
@@ -6598,13 +6644,13 @@ RA__BF_INLINE void ra__bf_near_scores(const ra__decode_rows *rows, const uint8_t
                              _mm512_set1_ps(rows->factor));
 }
 
-/* block_acc += p of 8 keys times their values. */
+/* As ra__decode_near_values_avx512, for 8 keys. */
 RA__BF_INLINE void ra__bf_near_values(const ra__decode_rows *rows, const uint8_t *v, int64_t stride,
-                                      const float *pairs, ra__near_ahead *ahead) {
+                                      const float *pairs, int32_t last, ra__near_ahead *ahead) {
     for (int32_t d = 0; d < rows->d->v_dim; d += 64, v += 128) {
         float *to = rows->block_acc + 4 * d;
         __m512 c[16];
-        RA__UNROLL for (int32_t i = 0; i < 16; i++) c[i] = _mm512_loadu_ps(to + 16 * i);
+        ra__decode_load_sums_avx512(c, to, 16, rows->has_keys);
         RA__UNROLL for (int32_t j = 0; j < 4; j++) {
             const uint8_t *a = v + j * stride, *b = v + (j + 4) * stride;
             __m512i x[4];
@@ -6618,6 +6664,9 @@ RA__BF_INLINE void ra__bf_near_values(const ra__decode_rows *rows, const uint8_t
             }
             ra__prefetch_near(ahead, 2);
         }
+        if (last) to = rows->acc + 4 * d;
+        if (last) RA__UNROLL for (int32_t i = 0; i < 16; i++)
+            c[i] = _mm512_add_ps(_mm512_loadu_ps(to + 16 * i), c[i]);
         RA__UNROLL for (int32_t i = 0; i < 16; i++) _mm512_storeu_ps(to + 16 * i, c[i]);
     }
 }
@@ -6630,41 +6679,50 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_near_raise(ra__decode_rows *rows, const _
 }
 
 /* Weights of 8 keys as pairs, from their scores. The maximum rises first if it has to. */
-RA__BF_INLINE void ra__bf_near_weigh(ra__decode_rows *rows, const __m512 *s, float *pairs) {
+RA__BF_INLINE void ra__bf_near_weigh(ra__decode_rows *rows, const __m512 *s, float *to) {
     const __m512 slack = _mm512_set1_ps(ra__decode_slack), top = _mm512_max_ps(s[0], s[1]);
     __m512 part, shift, m = _mm512_loadu_ps(rows->m);
-    if (!rows->has_keys)
-        memset(rows->block_acc, 0, (size_t)rows->d->v_dim * 4 * sizeof *rows->block_acc);
-    rows->has_keys = (1 << RA__DECODE_ROWS) - 1;
     if (_mm512_cmp_ps_mask(_mm512_add_ps(m, slack), top, _CMP_LT_OQ)) {
         ra__bf_near_raise(rows, s);
         m = _mm512_loadu_ps(rows->m);
     }
     shift = ra__shift_of_avx512(m);
     part = _mm512_loadu_ps(rows->block_l);
-    _mm512_storeu_si512(pairs, ra__bf_exp_pair(_mm512_sub_ps(s[0], shift),
-                                               _mm512_sub_ps(s[1], shift), &part));
+    _mm512_storeu_si512(to, ra__bf_exp_pair(_mm512_sub_ps(s[0], shift),
+                                            _mm512_sub_ps(s[1], shift), &part));
     _mm512_storeu_ps(rows->block_l, part);
+}
+
+/* As ra__decode_near_add_avx512. */
+RA__BF_INLINE void ra__bf_near_add(ra__decode_rows *rows, const ra__decode_keys *keys, int32_t n,
+                                   int32_t j, ra__near_group *x, int32_t slow) {
+    const int32_t last = keys->whole && j + RA__BF_DECODE_UNIT == keys->n;
+    const uint8_t *v = keys->v + j * keys->v_stride;
+    for (int32_t h = 0; h < n; h++, rows++, v += keys->v_head) {
+        ra__near_ahead ahead = { { keys->streams[0].at, keys->streams[1].at }, slow };
+        ra__bf_near_values(rows, v, keys->v_stride, x->s[h], last, &ahead);
+        ra__stream_move(keys->streams, &ahead, RA__BF_DECODE_UNIT * rows->d->v_dim / 64);
+        rows->has_keys = (1 << RA__DECODE_ROWS) - 1;
+        if (last) ra__decode_closed_avx512(rows);
+    }
 }
 
 /* As ra__decode_near_as_avx512. */
 RA__BF_INLINE void ra__bf_near(ra__decode_rows *rows, const ra__decode_keys *keys, int32_t n,
                                const ra__decode_mods *mods, int32_t slow) {
-    const int32_t units = keys->n / RA__BF_DECODE_UNIT;
-    float pairs[16];
-    __m512 s[2] = { _mm512_setzero_ps(), _mm512_setzero_ps() };
-    ra__near_unit now = { 0, 0, keys->k, keys->v }, last = now;
-    for (int32_t i = 0; i <= n * units; i++) {
-        ra__near_ahead ahead = { { keys->streams[0].at, keys->streams[1].at }, slow };
-        if (i > 0) ra__bf_near_weigh(rows + last.head, s, pairs);
-        if (i < n * units) ra__bf_near_scores(rows + now.head, now.k, keys->k_stride, s, &ahead);
-        for (int32_t e = 0; mods && i < n * units && e < 2; e++)
-            s[e] = ra__decode_modified_avx512(rows, mods, now.head, 4 * now.first + 16 * e, s[e]);
-        if (i > 0) ra__bf_near_values(rows + last.head, last.v, keys->v_stride, pairs, &ahead);
-        ra__stream_move(keys->streams, &ahead,
-                        RA__BF_DECODE_UNIT * (rows->d->k_dim + rows->d->v_dim) / 64);
-        last = now;
-        ra__near_next(&now, keys, RA__BF_DECODE_UNIT);
+    ra__near_group x;
+    for (int32_t j = 0; j < keys->n; j += RA__BF_DECODE_UNIT) {
+        const uint8_t *k = keys->k + j * keys->k_stride;
+        for (int32_t h = 0; h < n; h++, k += keys->k_head) {
+            ra__near_ahead ahead = { { keys->streams[0].at, keys->streams[1].at }, slow };
+            __m512 s[2];
+            ra__bf_near_scores(rows + h, k, keys->k_stride, s, &ahead);
+            for (int32_t e = 0; mods && e < 2; e++)
+                s[e] = ra__decode_modified_avx512(rows, mods, h, 4 * j + 16 * e, s[e]);
+            ra__bf_near_weigh(rows + h, s, x.s[h]);
+            ra__stream_move(keys->streams, &ahead, RA__BF_DECODE_UNIT * rows->d->k_dim / 64);
+        }
+        ra__bf_near_add(rows, keys, n, j, &x, slow);
     }
 }
 
@@ -12510,11 +12568,21 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, r
  * f32 62 -> 100 %, f16 62 -> 75, bf16 61 -> 105; [Hkv][T][D]: 80 -> 105, 69 -> 72, 75 -> 100. The
  * rest of f16 is arithmetic. Prefetched into L1 the same stretches give 69 % in f32.
  * PERF: the above is for AMD's family 0x19 (Zen 3, Zen 4). Other processors use decode_near if the
- * kernel has it: stretches of two units, prefetched into L1. Zen 5, the same, [T][Hkv][D], gcc -O2,
- * L2 -> near: f32 66 -> 82 %, f16 57 -> 74, bf16 59 -> 79; two threads 76 -> 94, 68 -> 89,
- * 72 -> 86. [Hkv][T][D]: 71 -> 97, 59 -> 81, 67 -> 82; two threads 79 -> 101, 72 -> 86, 79 -> 92.
- * The rest is misses of L1, which cannot hold the queries and sums of 8 heads beside the keys: a
- * loop that uses those of one head for all heads is as fast as reading. */
+ * kernel has it, and prefetch into L1. Zen 5, the same, [T][Hkv][D], gcc -O2, L2 -> near: f32 66 ->
+ * 82 %, f16 57 -> 74, bf16 59 -> 79; two threads 76 -> 94, 68 -> 89, 72 -> 86.
+ * PERF: decode_near computes the scores of 8 keys of all heads, then adds their values; the last
+ * values of a block go to acc at once. Before, it took 16 keys of a head and then the next head,
+ * and the scores of each unit before the values of the unit before it. Zen 5, one thread, in turn,
+ * [T][Hkv][D]: f16 74 -> 78 % of a reading loop, bf16 80 -> 81, f32 83 -> 82; [Hkv][T][D]: f32 93
+ * -> 98, bf16 92 -> 96, f16 86 -> 87. Over 128 keys f16 takes 0.87 of the time, bf16 0.95.
+ * PERF: where heads are adjacent, the rest is traffic between L1 and L2. Loops that only read what
+ * decoding reads, ms: in the order of addresses 4.0; 2, 4, 8 tokens at a time head by head, while
+ * the next are prefetched, 4.2, 4.5, 4.8; K of 8 tokens, then V, 4.4. Copied row by row to
+ * [head][token] as well 5.5, and read there 6.6. So a line costs 2 to 3 cycles each time that it
+ * enters or leaves L1 again, beside 8 for memory. 8 tokens and the queries and sums of 8 heads have
+ * 56 KB or more. With more tokens at a time sums stay in registers, but keys come from L2: bf16
+ * with 8, 16, 32, 64 tokens 84, 76, 63, 60 %. 64 tokens prefetched only into L2: 55 %, and from
+ * there into L1 before their use: 65 %. */
 enum { RA__HANDFUL = 16, RA__DECODE_BYTES = 256 << 10,
        RA__DECODE_AHEAD = 16 << 10, RA__DECODE_NEAR_AHEAD = 4 << 10, RA__DECODE_CACHED = 16 << 20,
        RA__DECODE_PART = 16, RA__DECODE_SLOTS = 128 };
@@ -12860,6 +12928,8 @@ static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
         const int64_t rows = all == token ? most : 1;
         const int64_t bytes = x->nears ? RA__DECODE_NEAR_AHEAD : RA__DECODE_AHEAD;
         x->rows_ahead[i] = ra__round_up(ra__max(most, bytes / all), most);
+        if (x->nears && x->count > 1 && !x->paged.table)
+            x->rows_ahead[i] = i ? 8 : x->few->d->k_dtype == RA_F32 ? 16 : 12;
         x->ahead[i].lines = x->ahead[i].left = (int32_t)ra__ceil_div(rows * all, 64);
         x->ahead[i].jump = rows * token - (int64_t)x->ahead[i].lines * 64;
         x->ahead[i].level1 = ra__decodes_near();
@@ -12934,14 +13004,14 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
 static int32_t ra__decode_keys_of(ra__decode *x, const ra__seg *s) {
     const uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows);
     const int cut = x->paged.table && !ra__page_holds(&x->paged, s->row, s->rows);
+    const int32_t modified = x->modifies && ra__decode_modifies(x->few, x->count * x->step);
     x->now = 0;
-    if ((cut && !x->nears) ||
-        (s->rows < RA_BLOCK_TOKENS && !x->few->one_row))
-        return x->keys;
+    if ((cut && !x->nears) || (s->rows < RA_BLOCK_TOKENS && !x->few->one_row)) return x->keys;
     for (int32_t i = 0; i < x->rows; i++)
         if (x->seen[i] != all) return x->keys;
     x->now = x->nears;
-    if (x->now) return x->count > 1 ? 2 * x->unit : cut ? x->keys : RA_BLOCK_TOKENS;
+    if (x->now && (cut || (x->count > 1 && (x->paged.table || modified)))) return 2 * x->unit;
+    if (x->now) return RA_BLOCK_TOKENS;
     return x->few->one_row && x->lean ? RA_BLOCK_TOKENS : x->most;
 }
 
