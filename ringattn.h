@@ -9919,13 +9919,14 @@ RA__INLINE int64_t ra__bias_keys(int64_t keys) {
     return ra__max(0, ra__min(keys, RA_MAX_POSITION));
 }
 
-/* What changes scores is given if and only if the descriptor says so. */
-RA__INLINE void ra__check_given(ra__checks *x, const ra_desc *d, int32_t flag, int given,
-                                const char *field) {
-    ra__refuse_if(x, given && !(d->scores & flag), RA_E_SHAPE, field,
-                  "is set, but scores lacks RA_SCORE_#", flag);
-    ra__refuse_if(x, !given && (d->scores & flag), RA_E_NULL, field,
-                  "is null, but scores has RA_SCORE_#", flag);
+/* What changes scores is given if and only if the descriptor says so. given: RA_SCORE_*. */
+RA__NOINLINE ra_status ra__refuse_given(int32_t given, int32_t scores, ra_error *e) {
+    const int32_t differ = given ^ scores, flag = differ & -differ;
+    const char *field = flag == RA_SCORE_ALIBI ? "t.alibi" : flag == RA_SCORE_BIAS ? "t.bias"
+                                                                                   : "t.sinks";
+    if (given & flag)
+        return ra__refuse(e, RA_E_SHAPE, field, "is set, but scores lacks RA_SCORE_#", flag);
+    return ra__refuse(e, RA_E_NULL, field, "is null, but scores has RA_SCORE_#", flag);
 }
 
 /* rows: of queries. */
@@ -9934,9 +9935,9 @@ static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, int64_t
     const ra_bias *b = &t->bias;
     const int64_t steps[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
     ra__checks x = { e, RA_OK };
-    ra__check_given(&x, d, RA_SCORE_ALIBI, t->alibi != NULL, "t.alibi");
-    ra__check_given(&x, d, RA_SCORE_SINKS, t->sinks != NULL, "t.sinks");
-    ra__check_given(&x, d, RA_SCORE_BIAS, b->data != NULL, "t.bias");
+    const int given = (t->alibi ? RA_SCORE_ALIBI : 0) | (t->sinks ? RA_SCORE_SINKS : 0) |
+                      (b->data ? RA_SCORE_BIAS : 0);
+    if (given != d->scores) return ra__refuse_given(given, d->scores, e);
     ra__refuse_if(&x, b->data && b->keys < 1, RA_E_RANGE, "t.bias.keys", "# is not positive",
                   b->keys);
     ra__refuse_if(&x, b->dtype < 0 || b->dtype > RA_BF16, RA_E_ENUM, "t.bias.dtype",
