@@ -215,7 +215,7 @@ static double pool_run(part_fn fn, void *ctx, int nth) {
 
 /* ---------------------------------------------------------------------------- memory
  * The memory of one row is released together. */
-static struct { void *p; size_t bytes; } maps[64];
+static struct { void *p; size_t bytes; } maps[128];
 static int map_count;
 
 static void *map(size_t bytes) {

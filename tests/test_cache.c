@@ -1407,6 +1407,7 @@ TEST(chosen_merges) {
     CHECK_EQ(one_token_each(8, 1, RA_QUERIES_OWN, 2).travel, RA_INFER_PASS_Q);
     CHECK_EQ(one_token_each(64, 0, RA_QUERIES_ALL, 1).messages_in, 6);         /* a tree */
     CHECK_EQ(one_token_each(32, 0, RA_QUERIES_ALL, 1).messages_in, 62);
+    CHECK_EQ(one_token_each(64, 0, RA_QUERIES_OWN, 8).messages_in, 64);        /* two exchanges */
 }
 
 /* By rates for which few messages are worth more bytes, MERGE is a tree where ranks are a power of
