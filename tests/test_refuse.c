@@ -346,6 +346,17 @@ static void refuse_desc(const ra_desc *bad, int status, const char *field, const
     CHECK_EQ(ra_ring_once(&d, NULL, NULL, RA_NO_DEADLINE) < 0, 1);
 }
 
+/* The scale that is filled in has the same bits on every machine. */
+TEST(desc_scale) {
+    ra_desc d, out;
+    for (int32_t dim = 1; dim <= 1024; dim++) {
+        d = ra_desc_make(1, 1, dim, RA_F32, RA_MASK_NONE);
+        d.tokens = 1;
+        CHECK_EQ(ra_desc_resolve(&d, &out), RA_OK);
+        CHECK_EQ(out.scale == (float)(1.0 / sqrt((double)dim)), 1);
+    }
+}
+
 TEST(desc_fields) {
     ra_desc d, out;
     scope = IN_DESC;
@@ -2140,7 +2151,8 @@ TEST(every_refusal) {
 
 int main(int argc, char **argv) {
     static const h_test tests[] = {
-        ENTRY(desc_fields), ENTRY(dtypes_of_an_engine), ENTRY(desc_contents), ENTRY(desc_runs),
+        ENTRY(desc_fields), ENTRY(desc_scale),
+        ENTRY(dtypes_of_an_engine), ENTRY(desc_contents), ENTRY(desc_runs),
         ENTRY(desc_floats), ENTRY(desc_rates), ENTRY(desc_resolved),
         ENTRY(blocks_of_q8_0),
         ENTRY(isa), ENTRY(engine), ENTRY(transport), ENTRY(ring_desc), ENTRY(plan_arguments),
