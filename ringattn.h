@@ -3028,7 +3028,7 @@ RA__ISA_INLINE void RA__NAME(write_square)(uint8_t *dst, int64_t stride, int32_t
         return;
     }
     n = n < RA__WIDTH ? n : RA__WIDTH;
-    for (int32_t i = 0; i < RA__WIDTH; i++) RA__NAME(store)(x[i], v[i]);
+    RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++) RA__NAME(store)(x[i], v[i]);
     for (int32_t i = 0; i < RA__WIDTH && i < rows; i++)
         RA__NAME(write_row)(dst + i * stride, x[i], dtype, n);
 }
@@ -6172,11 +6172,12 @@ RA__BF_STATIC int32_t ra__bf_narrow(ra__bf_strip *strip, int32_t partial) {
     strip->seeing = partial ? 0 : ~(uint64_t)0;
     strip->first = partial ? 64 : 0;
     strip->last = partial ? 0 : (strip->keys->n + 7) / 8 * 8;
-    for (int32_t j = 0; partial && j < 64; j++) {
-        if (!(strip->seen[j] & rows)) continue;
-        strip->seeing |= strip->seen[j];
-        if (strip->first > j) strip->first = j / 8 * 8;
-        strip->last = j / 8 * 8 + 8;
+    for (int32_t j = 0; partial && j < 64; j += 8) {
+        const __m512i seen = _mm512_loadu_si512(strip->seen + j);
+        if (!_mm512_test_epi64_mask(seen, _mm512_set1_epi64((long long)rows))) continue;
+        strip->seeing |= (uint64_t)_mm512_reduce_or_epi64(seen);
+        if (strip->first > j) strip->first = j;
+        strip->last = j + 8;
     }
     return strip->last > 0;
 }
