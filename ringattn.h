@@ -9126,7 +9126,9 @@ static int ra__side_block(const ra__side *s, int32_t b, int64_t block, ra__seg *
     out->rows = ra__max(0, ra__min(RA_BLOCK_TOKENS, ra__len(s->d, b, s->keys) - out->row));
     out->pos = ra__side_first(s) + out->row;
     out->stride = 1;
-    return out->rows > 0;
+    if (out->rows) return 1;
+    memset(out, 0, sizeof *out);
+    return 0;
 }
 
 /* Positions of the rows of a segment; array: entry of its first row, or null. */
