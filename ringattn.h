@@ -9178,8 +9178,10 @@ RA__INLINE void ra__mask_in(const ra_mask *m, int64_t p, int64_t doc, int64_t la
     v->keep_end = (int32_t)(m->keep ? ra__min(doc + m->keep, hi) : doc);
 }
 
-/* The same for any mask. end: keys from this position on do not exist. p = -1 sees nothing. */
-static void ra__mask_row(const ra_mask *m, int64_t p, int64_t end, ra__sees *v) {
+/* The same for any mask. end: keys from this position on do not exist. p = -1 sees nothing. *at: a
+ * document, best that of the row before; becomes that of the row. */
+static void ra__mask_row_near(const ra_mask *m, int64_t p, int64_t end, int64_t *at,
+                              ra__sees *v) {
     int64_t doc = 0, last = end;
     v->lo = v->hi = v->keep_first = v->keep_end = 0;
     if (p < 0) return;
@@ -9189,11 +9191,16 @@ static void ra__mask_row(const ra_mask *m, int64_t p, int64_t end, ra__sees *v) 
         return;
     }
     if (m->doc_count) {
-        int64_t i = ra__document_of(m, p, 0, m->doc_count);
-        doc = m->doc_first[i];
-        if (i + 1 < m->doc_count) last = ra__min(end, m->doc_first[i + 1]);
+        *at = ra__document_after(m, p, m->doc_first[*at] <= p ? *at : 0);
+        doc = m->doc_first[*at];
+        if (*at + 1 < m->doc_count) last = ra__min(end, m->doc_first[*at + 1]);
     }
     ra__mask_in(m, p, doc, last, v);
+}
+
+static void ra__mask_row(const ra_mask *m, int64_t p, int64_t end, ra__sees *v) {
+    int64_t at = 0;
+    ra__mask_row_near(m, p, end, &at, v);
 }
 
 /* What the rows of a query block see together. Some row may see keys of [lo_min, hi_max) and of the
@@ -9212,7 +9219,7 @@ static ra__bounds ra__bounds_none(void) {
 }
 
 /* Makes a the bounds of its rows and of those of `more`. */
-static void ra__bounds_join(ra__bounds *a, const ra__bounds *more) {
+RA__INLINE void ra__bounds_join(ra__bounds *a, const ra__bounds *more) {
     a->lo_min = more->lo_min < a->lo_min ? more->lo_min : a->lo_min;
     a->hi_max = more->hi_max > a->hi_max ? more->hi_max : a->hi_max;
     a->doc_min = more->doc_min < a->doc_min ? more->doc_min : a->doc_min;
@@ -9224,7 +9231,7 @@ static void ra__bounds_join(ra__bounds *a, const ra__bounds *more) {
 }
 
 /* The same for one more row, which sees v. */
-static void ra__bounds_row(ra__bounds *b, const ra__sees *v) {
+RA__INLINE void ra__bounds_row(ra__bounds *b, const ra__sees *v) {
     const int some = v->lo < v->hi, kept = v->keep_first < v->keep_end;
     const ra__bounds row = { some ? v->lo : INT32_MAX, some ? v->hi : INT32_MIN,
                              kept ? v->keep_first : INT32_MAX, kept ? v->keep_end : INT32_MIN,
@@ -9236,10 +9243,11 @@ static void ra__bounds_row(ra__bounds *b, const ra__sees *v) {
 static ra__bounds ra__rows_fill(const ra_mask *m, int64_t end, const ra__seg *s,
                                 const int32_t *array, ra__rows *g) {
     ra__bounds b = ra__bounds_none();
+    int64_t document = 0;
     for (int64_t i = 0; i < s->rows; i++) {
         int64_t p = array ? array[s->row + i] : s->pos + i * s->stride;
         ra__sees v;
-        ra__mask_row(m, p, end, &v);
+        ra__mask_row_near(m, p, end, &document, &v);
         ra__bounds_row(&b, &v);
         if (!g) continue;
         g->pos[i] = (int32_t)p;
