@@ -130,9 +130,9 @@ int main(int argc, char **argv) {
     if (!m.q || !m.k || !m.v) return 1;
     printf("one layer, %lld tokens in chunks of %d, then %d decoded; %d query heads, %d KV heads, "
            "dim %d, cache f16\n", (long long)m.prompt, CHUNK, DECODED, HEADS, KV_HEADS, DIM);
-    printf("ranks  prefill s  way      KB/chunk   decode us/token  way     bytes/token  bits\n");
+    printf("ranks  prefill s  travel   KB/chunk   decode us/token  travel  bytes/token  bits\n");
     for (size_t i = 0; i < sizeof ranks / sizeof *ranks; i++) {
-        static const char *const way[] = { "", "pass-Q", "pass-KV", "merge" };
+        static const char *const travel[] = { "", "pass-Q", "pass-KV", "merge" };
         const size_t bytes = (size_t)m.text * HEADS * DIM * sizeof(float);
         result r;
         memset(&r, 0, sizeof r);
@@ -143,9 +143,9 @@ int main(int argc, char **argv) {
         const int equal = !first || !memcmp(first, r.o, bytes);
         same &= equal;
         printf("%5d  %9.3f  %-7s  %8.1f   %15.1f  %-7s %11lld  %s\n", r.ranks, r.prefill_s,
-               ranks[i] == 1 ? "-" : way[r.prefill.travel],
+               ranks[i] == 1 ? "-" : travel[r.prefill.travel],
                (double)(r.prefill.bytes_in + r.prefill.bytes_out) / 1024, r.decode_us,
-               ranks[i] == 1 ? "-" : way[r.decode.travel],
+               ranks[i] == 1 ? "-" : travel[r.decode.travel],
                (long long)(r.decode.bytes_in + r.decode.bytes_out),
                equal ? "equal" : "DIFFERENT");
         if (first) free(r.o);
