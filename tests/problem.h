@@ -284,13 +284,30 @@ static inline void problem_dtypes(problem *p, int32_t q, int32_t k, int32_t v, i
 }
 
 /* -------------------------------------------------------------------------- making setups */
+/* The table of a rank's runs after another's: those of a rank ascending or descending. owner[i]:
+ * the rank of made[i], or -1. */
+static inline ra_run *runs_by_rank(h_rng *r, int ranks, const ra_run *made, const int *owner,
+                                   int64_t n, int32_t *count) {
+    ra_run *out = (ra_run *)malloc((size_t)(n + 1) * sizeof *out), *at = out;
+    for (int rank = 0; rank < ranks; rank++) {
+        const int back = h_one_in(r, 4);
+        const ra_run *first = at;
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t j = back ? n - 1 - i : i;
+            if (owner[j] == rank) *at++ = made[j];
+        }
+        count[rank] = (int32_t)(at - first);
+    }
+    return out;
+}
+
 /* A table of runs over [from, from + tokens) with segments of all kinds in any order; marks what
  * it leaves out in absent if that is not null. */
 static inline ra_run *random_runs(h_rng *r, int ranks, const int64_t *span, int32_t *count,
                                   uint8_t *absent) {
     enum { MOST = 48 };
-    ra_run made[MOST], *out = (ra_run *)malloc(MOST * sizeof *out);
-    int owner[MOST], n = 0, i, total = 0;
+    ra_run made[MOST];
+    int owner[MOST], n = 0, i;
     int64_t at = span[0], end = span[0] + span[1], len, s;
     while (at < end) {
         len = n > MOST - 8 ? end - at : h_range(r, 1, span[1] / 3 + 1);
@@ -307,14 +324,7 @@ static inline ra_run *random_runs(h_rng *r, int ranks, const int64_t *span, int3
         }
         at += len;
     }
-    for (int rank = 0; rank < ranks; rank++) {
-        int back = h_one_in(r, 4);
-        for (count[rank] = i = 0; i < n; i++) {
-            int j = back ? n - 1 - i : i;
-            if (owner[j] == rank) { out[total++] = made[j]; count[rank]++; }
-        }
-    }
-    return out;
+    return runs_by_rank(r, ranks, made, owner, n, count);
 }
 
 static inline int lengths_differ(const problem *p) {
@@ -400,9 +410,9 @@ static inline ra_run *short_runs(h_rng *r, int ranks, const int64_t *span, int32
     static const int64_t lengths[9] = { 1, 2, 16, 31, 63, 64, 64, 65, 130 };
     const int64_t end = span[0] + span[1];
     ra_run *made = (ra_run *)malloc((size_t)(span[1] + 4) * sizeof *made);
-    ra_run *out = (ra_run *)malloc((size_t)(span[1] + 4) * sizeof *out);
     int *owner = (int *)malloc((size_t)(span[1] + 4) * sizeof *owner);
-    int64_t at = span[0], n = 0, total = 0, i, s, len;
+    int64_t at = span[0], n = 0, i, s, len;
+    ra_run *out;
     while (at < end) {
         len = lengths[h_range(r, 0, 8)];
         s = h_one_in(r, 3) ? h_range(r, 2, 4) : 1;
@@ -417,13 +427,7 @@ static inline ra_run *short_runs(h_rng *r, int ranks, const int64_t *span, int32
         }
         at += len;
     }
-    for (int rank = 0; rank < ranks; rank++) {
-        int back = h_one_in(r, 4);
-        for (count[rank] = 0, i = 0; i < n; i++) {
-            int64_t j = back ? n - 1 - i : i;
-            if (owner[j] == rank) { out[total++] = made[j]; count[rank]++; }
-        }
-    }
+    out = runs_by_rank(r, ranks, made, owner, n, count);
     free(made);
     free(owner);
     return out;
@@ -443,6 +447,12 @@ static inline void short_layout(setup *s, const problem *p, h_rng *r) {
     s->q_runs = short_runs(r, s->ranks, q, s->q_run_count, NULL);
     s->k_runs = own ? short_runs(r, s->ranks, k, s->k_run_count, holes ? p->absent : NULL) : NULL;
     for (b = 1; b < p->B; b++) memcpy(p->absent + b * p->k_max, p->absent, (size_t)p->k_max);
+}
+
+/* 1: this machine has the instruction set; otherwise the test is skipped. */
+static inline int isa_is_here(int32_t isa) {
+    if (!ra_isa_available(isa)) h_skip("this machine does not have the instruction set");
+    return ra_isa_available(isa);
 }
 
 static inline int32_t random_isa(h_rng *r) {

@@ -64,10 +64,7 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa) {
 static void every_mask(int32_t isa) {
     static const int32_t layouts[2] = { RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG };
     int64_t n = h_run.large ? 10 : 1;
-    if (!ra_isa_available(isa)) {
-        h_skip("this machine does not have the instruction set");
-        return;
-    }
+    if (!isa_is_here(isa)) return;
     for (int64_t i = 0; i < 2 * MASKS * n; i++) {
         int mask = (int)(i % MASKS), zigzag = (int)(i / MASKS % 2);
         if (h_variant(mask + isa, zigzag)) all_the_same(i, mask, layouts[zigzag], isa);
@@ -449,10 +446,7 @@ static void rows_of_any_call(int32_t isa) {
     static float one[51 * 128], one_lse[51];
     const int64_t n = h_run.large ? 2000 : H_SLOW ? 12 : 60;
     int differ = 0;
-    if (!ra_isa_available(isa)) {
-        h_skip("this machine does not have the instruction set");
-        return;
-    }
+    if (!isa_is_here(isa)) return;
     for (int64_t i = 0; i < n; i++) {
         h_rng r = h_case_rng(i);
         if (!h_case(i)) continue;

@@ -179,37 +179,33 @@ static ra_status seat_run(ra_world *library_world, int rank, void *user) {
     return e->status;
 }
 
-/* Without a ring: the threads of ra_attention one after another in a random order, in a workspace
- * full of garbage. */
-static inline ra_status seat_attention(seat *e) {
-    const setup *s = e->s;
-    int nth = s->threads, order[16], j;
-    h_rng rng = { s->seed };
-    size_t bytes = ra_attention_bytes(&e->d, nth);
+/* One call of all threads, one after another in an order, in a workspace full of garbage. */
+static inline ra_status seat_call(seat *e, const int *order, int backward) {
+    const int nth = e->s->threads;
+    const size_t bytes = backward ? ra_attention_backward_bytes(&e->d, nth)
+                                  : ra_attention_bytes(&e->d, nth);
     uint8_t *mem = (uint8_t *)malloc(bytes + 64), *work = mem + (64 - (uintptr_t)mem % 64) % 64;
     ra_status status = bytes ? RA_OK : e->error.status;
     memset(mem, 0xA5, bytes + 64);
-    for (int i = 0; i < nth; i++) order[i] = i;
-    for (int i = nth - 1; i > 0; i--) {
-        int swap = order[i];
-        j = (int)h_range(&rng, 0, i);
+    for (int i = 0; i < nth && status == RA_OK; i++)
+        status = backward ? ra_attention_backward(&e->d, &e->t, work, bytes, order[i], nth)
+                          : ra_attention(&e->d, &e->t, work, bytes, order[i], nth);
+    free(mem);
+    return status;
+}
+
+/* Without a ring, with threads in a random order. */
+static inline ra_status seat_attention(seat *e) {
+    int order[16];
+    h_rng rng = { e->s->seed };
+    for (int i = 0; i < e->s->threads; i++) order[i] = i;
+    for (int i = e->s->threads - 1; i > 0; i--) {
+        const int j = (int)h_range(&rng, 0, i), swap = order[i];
         order[i] = order[j];
         order[j] = swap;
     }
-    for (int i = 0; i < nth && status == RA_OK; i++) {
-        status = ra_attention(&e->d, &e->t, work, bytes, order[i], nth);
-    }
-    free(mem);
-    if (!s->train || status != RA_OK) return status;
-    bytes = ra_attention_backward_bytes(&e->d, nth);
-    mem = (uint8_t *)malloc(bytes + 64);
-    work = mem + (64 - (uintptr_t)mem % 64) % 64;
-    memset(mem, 0xA5, bytes + 64);
-    for (int i = 0; i < nth && status == RA_OK; i++) {
-        status = ra_attention_backward(&e->d, &e->t, work, bytes, order[i], nth);
-    }
-    free(mem);
-    return status;
+    ra_status status = seat_call(e, order, 0);
+    return e->s->train && status == RA_OK ? seat_call(e, order, 1) : status;
 }
 
 /* -------------------------------------------------------------------------- outcomes */
