@@ -17059,22 +17059,18 @@ static int ra__shm_eventless(const ra__shm_seat *seat, int64_t seen) {
     return ra__load_i64(&seat->event) / RA__SHM_EVENT == seen;
 }
 
-static void ra__shm_notify(ra__shm_seat *seat) {
+/* Counts an event of a seat and wakes its sleepers. With waits 0 not if another thread holds their
+ * lock: they wake at the end of their slice. */
+static void ra__shm_notify(ra__shm_seat *seat, int waits) {
+    pthread_mutex_t *lock = &seat->sleep_lock;
     if (ra__add_i64(&seat->event, RA__SHM_EVENT) % RA__SHM_EVENT == 0) return;
-    pthread_mutex_lock(&seat->sleep_lock);
+    if (waits ? pthread_mutex_lock(lock) : pthread_mutex_trylock(lock)) return;
     pthread_cond_broadcast(&seat->wake);
-    pthread_mutex_unlock(&seat->sleep_lock);
+    pthread_mutex_unlock(lock);
 }
 
-/* Skips seats whose lock another thread holds: their sleepers wake at the end of their slice. */
 static void ra__shm_notify_all(ra_world *world) {
-    for (int32_t r = 0; r < world->ranks; r++) {
-        ra__shm_seat *seat = &world->seats[r];
-        if (ra__add_i64(&seat->event, RA__SHM_EVENT) % RA__SHM_EVENT == 0) continue;
-        if (pthread_mutex_trylock(&seat->sleep_lock)) continue;
-        pthread_cond_broadcast(&seat->wake);
-        pthread_mutex_unlock(&seat->sleep_lock);
-    }
+    for (int32_t r = 0; r < world->ranks; r++) ra__shm_notify(&world->seats[r], 0);
 }
 
 /* Sleeps for one slice, unless there was an event since `seen` was read. */
@@ -17191,7 +17187,7 @@ static void ra__shm_move(ra_transport_op *op, ra_transport_op *other) {
     ra__shm_close(op, fits ? (int32_t)RA_MSG_DONE : (int32_t)RA_E_TRUNC);
     ra__shm_report(other, fits ? (int32_t)RA__SHM_MOVED : (int32_t)RA_E_TRUNC);
     ra__add_i32(&owner->open, -1);
-    ra__shm_notify(owner);
+    ra__shm_notify(owner, 1);
 }
 
 static void ra__shm_post_one(ra__shm_seat *seat, ra_transport_op *op) {

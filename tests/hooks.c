@@ -243,7 +243,7 @@ void hook_copy_ends(const ra_transport *net, ra_transport_op *op) {
     ra__shm_seat *seat = (ra__shm_seat *)net->ctx;
     ra__shm_report(op, RA__SHM_MOVED);
     ra__add_i32(&seat->open, -1);
-    ra__shm_notify(seat);
+    ra__shm_notify(seat, 1);
 }
 
 void hook_post_unheard(const ra_transport *net, ra_transport_op *op) {
