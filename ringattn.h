@@ -17041,6 +17041,8 @@ typedef struct ra__shm_seat {
     RA__SHM_LINE pthread_mutex_t sleep_lock;
     pthread_cond_t wake;
     ra_transport transport;
+    struct ra__shm_run *run;           /* of ra_world_run, which starts this thread */
+    pthread_t thread;
 } ra__shm_seat;
 
 struct ra_world {
@@ -17508,65 +17510,48 @@ RINGATTN_API void ra_world_destroy(ra_world *world) {
 }
 
 typedef struct ra__shm_run {
-    ra_world *world;
     ra_rank_fn fn;
     void *user;
     int32_t cause;                     /* first status except RA_OK and RA_E_ABORTED; 0: none */
     int32_t aborted;                   /* 1: some rank returned RA_E_ABORTED */
 } ra__shm_run;
 
-typedef struct ra__shm_thread {
-    ra__shm_run *run;
-    int32_t rank;
-    pthread_t id;
-} ra__shm_thread;
-
 static void *ra__shm_main(void *arg) {
-    ra__shm_thread *thread = (ra__shm_thread *)arg;
-    ra__shm_run *run = thread->run;
-    ra_status s = run->fn(run->world, thread->rank, run->user);
+    ra__shm_seat *seat = (ra__shm_seat *)arg;
+    ra__shm_run *run = seat->run;
+    ra_status s = run->fn(seat->world, seat->rank, run->user);
     if (s == RA_E_ABORTED) ra__store_i32(&run->aborted, 1);
     else if (s != RA_OK) ra__cas_i32(&run->cause, 0, s);
-    ra_world_leave(run->world, thread->rank, s);
+    ra_world_leave(seat->world, seat->rank, s);
     return NULL;
 }
 
 /* Starts threads 0..ranks-1 and joins them. Ranks whose thread does not start leave immediately
  * with RA_E_NOMEM, so that the others end too. Returns how many started. */
-static int32_t ra__shm_threads(ra__shm_run *run, ra__shm_thread *threads) {
-    int32_t ranks = run->world->ranks, started = 0;
-    while (started < ranks) {
-        ra__shm_thread *t = &threads[started];
-        t->run = run;
-        t->rank = started;
-        if (pthread_create(&t->id, NULL, ra__shm_main, t)) break;
-        started++;
+static int32_t ra__shm_threads(ra_world *world, ra__shm_run *run) {
+    int32_t started = 0;
+    for (; started < world->ranks; started++) {
+        ra__shm_seat *seat = &world->seats[started];
+        seat->run = run;
+        if (pthread_create(&seat->thread, NULL, ra__shm_main, seat)) break;
     }
-    if (started < ranks) ra__cas_i32(&run->cause, 0, RA_E_NOMEM);
-    for (int32_t r = started; r < ranks; r++) ra_world_leave(run->world, r, RA_E_NOMEM);
-    for (int32_t r = 0; r < started; r++) pthread_join(threads[r].id, NULL);
+    for (int32_t r = started; r < world->ranks; r++) ra_world_leave(world, r, RA_E_NOMEM);
+    for (int32_t r = 0; r < started; r++) pthread_join(world->seats[r].thread, NULL);
     return started;
 }
 
 RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const ra_world_desc *wd) {
     ra_error *e = wd ? wd->error : NULL;
-    const ra_allocator *a = wd ? &wd->allocator : NULL;
-    ra__shm_run run = { NULL, fn, user, 0, 0 };
+    ra_world *world = NULL;
+    ra__shm_run run = { fn, user, 0, 0 };
     if (!fn) return ra__refuse(e, RA_E_NULL, "fn", "is null: what should the ranks run?", 0);
     if (wd && wd->ranks && wd->ranks != ranks)
         return ra__refuse(e, RA_E_SHAPE, "ranks",
                           "is # in the descriptor and differs in the call: leave it 0", wd->ranks);
-    ra_status s = ra__shm_create(&run.world, wd, ranks);
+    ra_status s = ra__shm_create(&world, wd, ranks);
     if (s) return s;
-    ra__shm_thread *threads =
-        (ra__shm_thread *)ra__alloc(a, ranks * (int64_t)sizeof *threads, 64);
-    if (!threads) {
-        ra_world_destroy(run.world);
-        return ra__shm_no_memory(e, ranks);
-    }
-    const int32_t started = ra__shm_threads(&run, threads);
-    ra__free(a, threads, (size_t)ranks * sizeof *threads);
-    ra_world_destroy(run.world);
+    const int32_t started = ra__shm_threads(world, &run);
+    ra_world_destroy(world);
     if (started < ranks)
         return ra__refuse(e, RA_E_NOMEM, "threads", "the thread of rank # did not start", started);
     if (run.cause) return run.cause;
