@@ -18312,17 +18312,17 @@ static int ra__ring_may_send(const ra_ring *r, int64_t i) {
                      : r->own_posted - r->own_sent < r->pack_slots;
 }
 
-/* Writes the checksums of chunk c before it makes this hop. Forward its owner does so for all hops,
- * because lent memory is never written; backward each rank does, because it changed gradients. */
+/* Writes the checksums of chunk c in the message for this hop. Forward they hold for all hops. */
 static void ra__ring_seal(const ra_ring *r, int64_t c, int32_t hop, uint8_t *message) {
-    const ra__chunk *chunk = &r->lists->chunk[c];
     const int64_t length = ra__ring_length(r, c, hop);
+    if (!r->rd.checksums || r->shared) return;
     if (r->lists->backward) ra__frame_seal(r, message, length, length);
-    else if (hop == 1)
-        ra__frame_seal(r, message, ra__ring_length(r, c, ra__chunk_hops(chunk, 0)), length);
+    else ra__frame_seal(r, message,
+                        ra__ring_length(r, c, ra__chunk_hops(&r->lists->chunk[c], 0)), length);
 }
 
-/* Posts sends that may go, in order; packs own chunks. */
+/* Posts sends that may go, in order; packs own chunks. Forward their owner alone writes checksums,
+ * because lent memory is never written; backward each rank does, because it changed gradients. */
 static void ra__ring_more_sends(ra_ring *r) {
     const ra__pass_lists *lists = r->lists;
     const ra__queue *queue = &r->queue[RA__SENDS];
@@ -18333,7 +18333,7 @@ static void ra__ring_more_sends(ra_ring *r) {
         uint8_t *buf = recv >= 0 ? (uint8_t *)ra__queue_op(&r->queue[RA__RECEIVES], recv)->buf
                                  : ra__ring_packed(r, r->own_posted);
         if (recv < 0) ra__ring_pack(r, c, r->own_posted++, buf);
-        if (r->rd.checksums && !r->shared) ra__ring_seal(r, c, hop, buf);
+        if (lists->backward || hop == 1) ra__ring_seal(r, c, hop, buf);
         ra_transport_op *op = ra__queue_post(r, RA__SENDS, to, c, buf, ra__ring_length(r, c, hop));
         op->channel = lists->backward && hop == r->ranks;
         if (buf < r->base || buf >= r->base + r->bytes) op->mr = NULL; /* lent, not in reg */
@@ -20637,10 +20637,7 @@ static void ra__resume_open(ra_ring *r) {
         ra__frame f = ra__ring_frame(r, RA__FRAME_CHUNK, x->lists.chunk[c].owner, c,
                                      ra__ring_length(r, c, 1));
         memcpy(r->kept[i].message, &f, sizeof f);
-        if (r->rd.checksums)
-            ra__frame_seal(r, r->kept[i].message,
-                           ra__ring_length(r, c, ra__chunk_hops(&x->lists.chunk[c], 0)),
-                           ra__ring_length(r, c, r->kept[i].hop));
+        ra__ring_seal(r, c, r->kept[i].hop, r->kept[i].message);
     }
     ra__store_i32(&r->meeting, 0);
 }
@@ -20680,7 +20677,7 @@ static ra_status ra__resume_pack(ra_ring *r, int64_t c, uint8_t *message) {
     }
     memcpy(message, &f, sizeof f);
     ra__pack_keys(r, chunk, own ? r->kv : g->kv, own ? &r->t.k_pos : &g->pos, message);
-    if (r->rd.checksums) ra__ring_seal(r, c, 1, message);
+    ra__ring_seal(r, c, 1, message);
     return RA_OK;
 }
 
