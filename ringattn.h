@@ -15335,12 +15335,12 @@ typedef struct ra__back_hand {
     ra__back_slice s;
     ra__packed p;                      /* RA_TRAVEL_Q: the chunk */
     ra__bounds seen;                   /* RA_TRAVEL_Q: of all its rows */
-    ra__item item;                     /* keys in hand, with their gradients */
+    ra__item item;                     /* its keys, with their gradients */
     ra__grads g;
     int32_t keys_first, keys_last;     /* 1: dK and dV begin at 0; at the end go to the caller */
     int32_t q_first, q_last;           /* the same for dQ */
     int32_t stage, opened;             /* RA__STAGE_*; the item in hand is prepared */
-    int64_t index, at;                 /* of a stage: items that are done, rows of the next */
+    int64_t at;                        /* rows, blocks or heads of the stage that are done */
 } ra__back_hand;
 
 /* A task in hand of a forward pass. */
@@ -19156,13 +19156,11 @@ static ra__bounds ra__packed_bounds(const ra_desc *d, const ra__chunk *c) {
     return all;
 }
 
-/* Item i of the keys of a task, with the sums of its kv head: the chunk, or with RA_TRAVEL_Q the
- * keys of this rank. 0: there is none. */
-static int ra__ring_keys(const ra_ring *r, const ra__desk *desk, int64_t i, ra__item *item,
-                         ra__grads *g) {
+/* The keys of a task, with the sums of its kv head: the chunk, or with RA_TRAVEL_Q the keys of this
+ * rank. 0: there are none. */
+static int ra__ring_keys(const ra_ring *r, const ra__desk *desk, ra__item *item, ra__grads *g) {
     const ra__back_slice *s = &desk->hand.back.s;
     const int64_t f = desk->claim.fold;
-    if (i > 0) return 0;
     if (r->plan->d.backward_travel == RA_TRAVEL_Q) {
         ra__ring_key_item(r, s, item, g);
         return 1;
@@ -19180,18 +19178,16 @@ static int ra__back_keys(const ra_ring *r, ra__desk *desk, int last) {
     ra__item item;
     ra__grads g, part;
     ra__chunk c;
-    if (!(last ? h->keys_last : h->keys_first)) return 1;
     memset(&g, 0, sizeof g);
-    for (; ra__ring_keys(r, desk, h->index, &item, &g); h->index++, h->at = 0) {
-        const int64_t rows = ra__chunk_rows(&item.c);
-        while (h->at < rows) {
-            if (h->x.left <= 0) return 0;
-            h->at += ra__grads_rows(&item.c, &g, h->at, &c, &part);
-            h->x.left -= RA__TILE_WORK;
-            if (last) ra__grads_finish(&r->back, &c, h->s.t.kv_head, r->d_kv, &part);
-            else ra__grads_clear(&r->plan->d, &c, &part);
-            if (desk->polls) ra__ring_round_if_due(desk->ring);
-        }
+    if (!(last ? h->keys_last : h->keys_first) || !ra__ring_keys(r, desk, &item, &g)) return 1;
+    const int64_t rows = ra__chunk_rows(&item.c);
+    while (h->at < rows) {
+        if (h->x.left <= 0) return 0;
+        h->at += ra__grads_rows(&item.c, &g, h->at, &c, &part);
+        h->x.left -= RA__TILE_WORK;
+        if (last) ra__grads_finish(&r->back, &c, h->s.t.kv_head, r->d_kv, &part);
+        else ra__grads_clear(&r->plan->d, &c, &part);
+        if (desk->polls) ra__ring_round_if_due(desk->ring);
     }
     return 1;
 }
@@ -19212,13 +19208,12 @@ static int ra__back_queries(const ra_ring *r, ra__desk *desk) {
     return 1;
 }
 
-/* Prepares item h->index of the keys; 0: there is none. Without any keys there is one empty item,
- * because dQ must be cleared and written. */
-static int ra__back_item_open(const ra_ring *r, ra__desk *desk, int begins, int ends) {
+/* Prepares the keys of a task. Without any the item is empty, because dQ must be cleared and
+ * written. */
+static void ra__back_item_open(const ra_ring *r, ra__desk *desk, int begins, int ends) {
     ra__back_hand *h = &desk->hand.back;
     const int q = r->plan->d.backward_travel == RA_TRAVEL_Q;
-    int any = ra__ring_keys(r, desk, h->index, &h->item, &h->g);
-    if (!any && h->index) return 0;
+    const int any = ra__ring_keys(r, desk, &h->item, &h->g);
     if (!any) memset(&h->item, 0, sizeof h->item);
     if (any && q) {
         int64_t blocks = ra__chunk_blocks(&h->item.c);
@@ -19230,10 +19225,10 @@ static int ra__back_item_open(const ra_ring *r, ra__desk *desk, int begins, int 
         memset(h->g.dk, 0, sizeof h->g.dk);
         memset(h->g.dv, 0, sizeof h->g.dv);
     }
-    h->g.edge = (begins && h->index == 0 && h->q_first ? RA__FIRST : 0) |
+    h->g.edge = (begins && h->q_first ? RA__FIRST : 0) |
                 (ends && !q && h->q_last ? RA__LAST : 0);
     ra__back_begin(&h->x);
-    return h->opened = 1;
+    h->opened = 1;
 }
 
 /* Continues all keys of a task against all its queries, in the tiles of a phase. begins, ends: this
@@ -19243,9 +19238,9 @@ static int ra__back_pass_some(const ra_ring *r, ra__desk *desk, int32_t phase, i
     ra__back_hand *h = &desk->hand.back;
     const ra__back *b = r->plan->d.backward_travel == RA_TRAVEL_Q ? &h->p.b : &r->back;
     h->x.phase = phase;
-    for (; h->opened || ra__back_item_open(r, desk, begins, ends); h->index++, h->opened = 0)
-        if (!ra__back_some(b, &h->s.t, &h->item, &h->g, &h->x)) return 0;
-    return 1;
+    if (!h->opened) ra__back_item_open(r, desk, begins, ends);
+    h->opened = !ra__back_some(b, &h->s.t, &h->item, &h->g, &h->x);
+    return !h->opened;
 }
 
 /* Gradients of the sinks of the heads of a task. 1: all of them. */
@@ -19253,9 +19248,8 @@ static int ra__back_sinks(const ra_ring *r, ra__desk *desk) {
     ra__back_hand *h = &desk->hand.back;
     const int32_t group = r->plan->d.q_heads / r->plan->d.kv_heads;
     if (desk->claim.fold != 0 || !r->t.d_sinks || !h->s.want_q || h->s.part) return 1;
-    for (; h->index < group; h->index++)
-        if (!ra__back_sink_some(&r->back, h->s.t.kv_head * group + (int32_t)h->index, &h->x))
-            return 0;
+    for (; h->at < group; h->at++)
+        if (!ra__back_sink_some(&r->back, h->s.t.kv_head * group + (int32_t)h->at, &h->x)) return 0;
     return 1;
 }
 
@@ -19330,7 +19324,7 @@ static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     h->x.between = ra__desk_between(desk);
     while (h->stage < RA__STAGES && h->x.left > 0 && ra__back_stage(r, desk)) {
         h->stage++;
-        h->index = h->at = 0;
+        h->at = 0;
     }
     int done = h->stage == RA__STAGES;
     if (!h->s.want_q ||
