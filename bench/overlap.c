@@ -34,9 +34,11 @@
 #endif
 #ifdef OVERLAP_MPI
 #include "examples/transports/ra_mpi.h"
+#include "tests/conformance/mpi_leave.h"
 #endif
 #include "examples/transports/ra_level1.h"
 #include "examples/transports/ra_tcp.h"
+#include "tests/below.h"
 
 #include <math.h>
 #include <sched.h>
@@ -56,44 +58,6 @@ typedef struct options {
     int64_t tokens, seconds;
     const char *transport, *at[RANKS];
 } options;
-
-/* -------------------------------------------------------------------------- sendrecv over TCP */
-static int below_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
-                          size_t r_len, uint64_t tag, int64_t deadline_ns) {
-    const ra_transport *tcp = (const ra_transport *)ctx;
-    ra_transport_op op[2], *ops[2];
-    int n = 0, code = RA_AGAIN, left = 1;
-    memset(op, 0, sizeof op);
-    if (from != RA_NO_PEER) {
-        op[n].kind = RA_MSG_RECV;
-        op[n].peer = from;
-        op[n].buf = r;
-        op[n].len = r_len;
-        ops[n] = &op[n];
-        n++;
-    }
-    if (to != RA_NO_PEER) {
-        op[n].kind = RA_MSG_SEND;
-        op[n].peer = to;
-        op[n].buf = (void *)(uintptr_t)s;
-        op[n].len = s_len;
-        ops[n] = &op[n];
-        n++;
-    }
-    for (int i = 0; i < n; i++) op[i].tag = tag;
-    while (left) {
-        if (code == RA_AGAIN) code = tcp->post(tcp->ctx, ops, n);
-        if (code < 0) return code;
-        left = tcp->wait(tcp->ctx, ops, n, deadline_ns);
-        if (left < 0) return left;
-        for (int i = 0; i < n; i++) {
-            if (op[i].state < 0) return op[i].state;
-            left += op[i].state != RA_MSG_DONE;
-        }
-        if (left && ra_now_ns() > deadline_ns) return RA_E_TIMEOUT;
-    }
-    return RA_OK;
-}
 
 static int below_abort(void *ctx, int why) {
     const ra_transport *tcp = (const ra_transport *)ctx;
@@ -432,25 +396,6 @@ static int run(const options *o, const ra_transport *transport) {
     return bad != 0;
 }
 
-#ifdef OVERLAP_MPI
-static int outcome;
-static void leave(int number) {
-    (void)number;
-    _exit(outcome);
-}
-
-/* MPICH 4.0.2 with UCX: between namespaces a rank in six to ten runs never returns from
- * MPI_Finalize, even if the program only calls MPI_Init and MPI_Barrier. So it gets 5 s. Rank 0
- * leaves last, because its mpirun fails if a rank continues without rank 0. */
-static void finalize(int bad, int rank) {
-    fflush(stdout);
-    outcome = bad;
-    (void)signal(SIGALRM, leave);
-    (void)alarm(rank ? 5 : 7);
-    MPI_Finalize();
-}
-#endif
-
 int main(int argc, char **argv) {
     options o = { 0 };
     network w;
@@ -486,7 +431,7 @@ int main(int argc, char **argv) {
     bad = network_open(&w, &o) || run(&o, w.use);
     network_close(&w);
 #ifdef OVERLAP_MPI
-    finalize(bad, o.rank);
+    mpi_leave_all(bad, o.rank);
 #endif
     return bad;
 }

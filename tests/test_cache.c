@@ -3,6 +3,7 @@
  * cut into calls. Sequences grow by random steps, with rollbacks. A rank has only its own keys. */
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
+#include "below.h"
 #include "harness.h"
 #include <pthread.h>
 #include <sched.h>
@@ -116,43 +117,6 @@ static ra_status infer(const script *s, ra_cache *c, const ra_tensors *t, int32_
     for (int i = 0; i < s->threads; i++) pthread_join(id[i], NULL);
     for (int i = 0; i < s->threads; i++)
         if (x[i].end) return x[i].end;
-    return RA_OK;
-}
-
-static int zero_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
-                         size_t r_len, uint64_t tag, int64_t deadline_ns) {
-    const ra_transport *t = (const ra_transport *)ctx;
-    ra_transport_op op[2], *list[2];
-    int n = 0, code, open = 1;
-    memset(op, 0, sizeof op);
-    if (from >= 0) {
-        op[n].kind = RA_MSG_RECV;
-        op[n].peer = from;
-        op[n].buf = r;
-        op[n].len = r_len;
-        list[n] = &op[n];
-        n++;
-    }
-    if (to >= 0) {
-        op[n].kind = RA_MSG_SEND;
-        op[n].peer = to;
-        op[n].buf = (void *)(uintptr_t)s;
-        op[n].len = s_len;
-        list[n] = &op[n];
-        n++;
-    }
-    for (int i = 0; i < n; i++) op[i].tag = tag;
-    while (open) {
-        code = t->post(t->ctx, list, n);
-        if (code < 0) return code;
-        if ((code = t->wait(t->ctx, list, n, deadline_ns)) < 0) return code;
-        open = 0;
-        for (int i = 0; i < n; i++) {
-            if (op[i].state < 0) return op[i].state;
-            open |= op[i].state != RA_MSG_DONE;
-        }
-        if (open && ra_now_ns() > deadline_ns) return RA_E_TIMEOUT;
-    }
     return RA_OK;
 }
 
@@ -365,7 +329,7 @@ static ra_status on_rank(ra_world *world, int rank, void *user) {
     zero.size = sizeof zero;
     zero.abi = RA_TRANSPORT_ABI;
     zero.ctx = &net;
-    zero.sendrecv = zero_sendrecv;
+    zero.sendrecv = below_sendrecv;
     zero.caps = RA_CAP_ANY_PEER;
     d.ranks = x->ranks;
     d.rank = rank;

@@ -6,8 +6,7 @@
  * Rank 0 prints the report and the closing line. */
 #include "examples/transports/ra_mpi.h"
 #include "tests/conformance/conformance.h"
-#include <signal.h>
-#include <unistd.h>
+#include "tests/conformance/mpi_leave.h"
 
 typedef struct mpi_world {
     MPI_Comm comm;                     /* of the ranks that have a part; MPI_COMM_NULL elsewhere */
@@ -56,22 +55,6 @@ static void mpi_end(void *world) {
     free(w);
 }
 
-static int outcome;
-static void leave(int number) {
-    (void)number;
-    _exit(outcome);
-}
-
-/* MPICH 4.0.2 with UCX: between hosts a rank in six to ten runs never returns from MPI_Finalize, so
- * it gets 5 s. Rank 0 leaves last, because its mpirun fails if a rank continues without rank 0. */
-static void finalize(int bad, int rank) {
-    fflush(stdout);
-    outcome = bad;
-    (void)signal(SIGALRM, leave);
-    (void)alarm(rank ? 5 : 7);
-    MPI_Finalize();
-}
-
 int main(int argc, char **argv) {
     int given = 0, level;
     cf_maker m = { "MPI", NULL, mpi_make, mpi_join, mpi_leave, mpi_end, 1, 1, 0, 0, NULL };
@@ -91,6 +74,6 @@ int main(int argc, char **argv) {
         remove(o.file);
         printf("%d passed, %d failed\n", rep.passed, rep.failed);
     }
-    finalize(rep.failed != 0, o.rank);
+    mpi_leave_all(rep.failed != 0, o.rank);
     return rep.failed != 0;
 }

@@ -6,6 +6,7 @@
  * and in another order that ops are done, and lends memory. */
 #define _POSIX_C_SOURCE 200809L
 #include "ringattn.h"
+#include "tests/below.h"
 #include "tests/harness.h"
 #include "tests/conformance/conformance.h"
 
@@ -554,27 +555,12 @@ static int ch_level_0(ch_seat *s, ra_transport_op *const *ops, int n, int64_t de
 static int ch_sendrecv(void *ctx, int to, const void *sbuf, size_t slen, int from, void *rbuf,
                        size_t rlen, uint64_t tag, int64_t deadline_ns) {
     ch_seat *s = (ch_seat *)ctx;
-    ra_transport_op op[2], *list[2] = { &op[0], &op[1] };
-    int n = 0, code;
-    memset(op, 0, sizeof op);
+    ra_transport_op op[2], *list[2];
+    const int n = below_ops(op, list, to, sbuf, slen, from, rbuf, rlen, tag);
     if (s->world->wrong == CH_ONE_SIDE && (to == RA_NO_PEER || from == RA_NO_PEER)) return RA_E_IO;
-    if (to != RA_NO_PEER) {
-        op[n].kind = RA_MSG_SEND;
-        op[n].peer = to;
-        op[n].buf = (void *)(uintptr_t)sbuf;
-        op[n].len = slen;
-        op[n++].tag = tag;
-    }
-    if (from != RA_NO_PEER) {
-        op[n].kind = RA_MSG_RECV;
-        op[n].peer = from;
-        op[n].buf = rbuf;
-        op[n].len = rlen;
-        op[n++].tag = tag;
-    }
-    if (s->world->wrong == CH_BOTH_WAYS && n == 2) {
-        code = ch_level_0(s, &list[0], 1, deadline_ns);
-        return code ? code : ch_level_0(s, &list[1], 1, deadline_ns);
+    if (s->world->wrong == CH_BOTH_WAYS && n == 2) {   /* the send first */
+        const int code = ch_level_0(s, &list[1], 1, deadline_ns);
+        return code ? code : ch_level_0(s, &list[0], 1, deadline_ns);
     }
     return ch_level_0(s, list, n, deadline_ns);
 }

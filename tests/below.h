@@ -1,0 +1,47 @@
+/* sendrecv by the post and wait of another transport. Include it after ringattn.h. */
+#ifndef RINGATTN_TESTS_BELOW_H
+#define RINGATTN_TESTS_BELOW_H
+
+#include <string.h>
+
+/* The receive and the send of a sendrecv as ops; returns how many there are. */
+static inline int below_ops(ra_transport_op op[2], ra_transport_op *list[2], int to, const void *s,
+                            size_t s_len, int from, void *r, size_t r_len, uint64_t tag) {
+    int n = 0;
+    memset(op, 0, 2 * sizeof *op);
+    for (int kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--) {
+        const int sends = kind == RA_MSG_SEND;
+        if ((sends ? to : from) == RA_NO_PEER) continue;
+        op[n].kind = (uint8_t)kind;
+        op[n].peer = sends ? to : from;
+        op[n].buf = sends ? (void *)(uintptr_t)s : r;
+        op[n].len = sends ? s_len : r_len;
+        op[n].tag = tag;
+        list[n] = &op[n];
+        n++;
+    }
+    return n;
+}
+
+/* ctx: the other ra_transport. */
+static inline int below_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
+                                 size_t r_len, uint64_t tag, int64_t deadline_ns) {
+    const ra_transport *t = (const ra_transport *)ctx;
+    ra_transport_op op[2], *list[2];
+    const int n = below_ops(op, list, to, s, s_len, from, r, r_len, tag);
+    int code = RA_AGAIN, left = 1;
+    while (left) {
+        if (code == RA_AGAIN) code = t->post(t->ctx, list, n);
+        if (code < 0) return code;
+        left = t->wait(t->ctx, list, n, deadline_ns);
+        if (left < 0) return left;
+        for (int i = 0; i < n; i++) {
+            if (op[i].state < 0) return op[i].state;
+            left += op[i].state != RA_MSG_DONE;
+        }
+        if (left && ra_now_ns() > deadline_ns) return RA_E_TIMEOUT;
+    }
+    return RA_OK;
+}
+
+#endif
