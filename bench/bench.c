@@ -615,6 +615,13 @@ static void cache_part(void *ctx, int ith, int nth) {
     }
 }
 
+/* The time of a call of these counts on nth threads. */
+static double cache_seconds(cache_load *l, int nth, int64_t fresh, int64_t cached) {
+    l->fresh[0] = fresh;
+    l->cached[0] = cached;
+    return pool_run(cache_part, l, nth);
+}
+
 /* ---------------------------------------------------------------------------- measuring */
 typedef struct op {
     part_fn fn;
@@ -692,6 +699,13 @@ static op read_op(peak_load *p, const data *x, int nth) {
     p->bytes = (size_t)x->kv_bytes;
     o.work = 2.0 * (double)(p->bytes / 256 / (size_t)nth * 256) * nth;
     return o;
+}
+
+/* The best rate of 7 runs. */
+static double best_rate(const op *o) {
+    double best = 0;
+    for (int i = 0; i < 7; i++) best = fmax(best, o->work / op_seconds(o));
+    return best;
 }
 
 static int compare(const void *a, const void *b) {
@@ -1233,14 +1247,9 @@ static void print_peaks(void) {
 #endif
     for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
         const int32_t isa = isas[i];
-        double best = 0;
-        op o;
         if (!ra_isa_available(isa)) continue;
-        o = fma_op(&p, isa, RA_BF16, 1);
-        for (int k = 0; k < 7; k++) {
-            const double rate = o.work / op_seconds(&o);
-            best = rate > best ? rate : best;
-        }
+        const op o = fma_op(&p, isa, RA_BF16, 1);
+        const double best = best_rate(&o);
         printf("peak      %-11s %7.1f GFLOP/s per thread", ra_isa_name(isa), best / 1e9);
 #if defined(__x86_64__)
         hz = clock_hz();
@@ -1257,13 +1266,8 @@ static void print_read_peak(void) {
     const data x = data_make(&r);
     static peak_load p;
     for (int threads = 1; threads <= 2 && threads <= processors(); threads++) {
-        double best = 0;
-        op o = read_op(&p, &x, threads);
-        for (int i = 0; i < 7; i++) {
-            const double rate = o.work / op_seconds(&o);
-            best = rate > best ? rate : best;
-        }
-        printf("peak      reading     %7.1f GB/s on %d thread%s\n", best / 1e9, threads,
+        const op o = read_op(&p, &x, threads);
+        printf("peak      reading     %7.1f GB/s on %d thread%s\n", best_rate(&o) / 1e9, threads,
                threads > 1 ? "s" : "");
     }
     unmap_all();
@@ -1326,7 +1330,7 @@ static void print_plan(const plan_case *c) {
     ra_plan *plan = NULL;
     ra_plan_report report;
     ra_allocator memory = { plan_alloc, plan_free, NULL };
-    ra_desc d = { 0 };
+    ra_desc d = ra_desc_make(32, c->kv_heads, 128, RA_BF16, RA_MASK_CAUSAL);
     size_t bytes = 0;
     double begin, made;
     memory.ctx = &bytes;
@@ -1334,12 +1338,7 @@ static void print_plan(const plan_case *c) {
     d.ranks = c->ranks;
     d.rank = c->ranks / 2;
     d.layout.kind = c->layout;
-    d.q_heads = 32;
-    d.kv_heads = c->kv_heads;
-    d.k_dim = d.v_dim = 128;
-    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_BF16;
     d.train = 1;
-    d.mask.kind = RA_MASK_CAUSAL;
     for (int i = 0; i < 8192; i++) docs[i] = (int64_t)8192 * i;
     if (c->mask == 1) d.mask.doc_first = docs;
     if (c->mask == 1) d.mask.doc_count = c->tokens / 8192;
@@ -1357,7 +1356,7 @@ static void print_plan(const plan_case *c) {
     ra_plan_destroy(plan);
 }
 
-static void print_plans(void) {
+static void print_plans(const char *words) {
     static const plan_case list[] = {
         { 1 << 20, 16, RA_LAYOUT_ZIGZAG, 8, 0 },     { 1 << 20, 1024, RA_LAYOUT_ZIGZAG, 8, 0 },
         { 1 << 20, 1024, RA_LAYOUT_ZIGZAG, 32, 0 },  { 1 << 20, 1024, RA_LAYOUT_STRIPED, 8, 0 },
@@ -1366,6 +1365,7 @@ static void print_plans(void) {
         { 1 << 26, 16, RA_LAYOUT_ZIGZAG, 8, 1 },     { 1 << 26, 16, RA_LAYOUT_ZIGZAG, 32, 0 },
         { 1 << 26, 16, RA_LAYOUT_CONTIGUOUS, 8, 2 }, { 1 << 26, 1024, RA_LAYOUT_ZIGZAG, 8, 0 },
     };
+    (void)words;
     for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) print_plan(&list[i]);
 }
 
@@ -1375,12 +1375,6 @@ static void print_plans(void) {
  * predicted by the model that the choice follows, for a processor of 100 GFLOP/s per rank, and
  * measured. Both are timed in turn, and the median of each counts. */
 enum { TRAVEL_NEW = 1024, TRAVEL_CACHED = 32768, TRAVEL_TIMES = 200 };
-
-static double travel_seconds(cache_load *l, int64_t fresh, int64_t cached) {
-    l->fresh[0] = fresh;
-    l->cached[0] = cached;
-    return pool_run(cache_part, l, l->ranks);
-}
 
 /* Returns the time of the choice divided by the shorter time. */
 static double print_travel(cache_load three[3], const char *net, int64_t fresh, int64_t cached) {
@@ -1394,7 +1388,7 @@ static double print_travel(cache_load three[3], const char *net, int64_t fresh, 
     if (ra_infer_query(three[1].cache[0], &cached, &fresh, &report) != RA_OK) failed_rows++;
     for (; n < TRAVEL_TIMES && (n < 5 || spent < 0.15); n++)
         for (int k = 0; k < 2; k++) {
-            took[k][n] = travel_seconds(&three[k], fresh, cached);
+            took[k][n] = cache_seconds(&three[k], three[k].ranks, fresh, cached);
             spent += took[k][n];
         }
     for (int k = 0; k < 2; k++) median[k] = quantile(took[k], n, 0.5);
@@ -1448,39 +1442,32 @@ static void print_travels(const char *words) {
  * What it costs that the bits of a row depend on the row alone: calls with RA_FORM_SAME and with
  * RA_FORM_AUTO in turn, of ra_infer on one rank and of ra_attention, on one thread. The shortest
  * time of each counts. */
-typedef struct form_load {             /* ra_attention */
-    ra_desc d;
-    ra_tensors t;
-    void *workspace;
-    size_t bytes;
-} form_load;
-
-static void form_make(const row *r, const data *x, form_load *l) {
+static void form_make(const row *r, const data *x, load *l) {    /* ra_attention */
     memset(l, 0, sizeof *l);
     l->d = desc_make(r);
     l->t.q.data = x->q;
     l->t.k.data = x->k;
     l->t.v.data = x->v;
     l->t.o.data = x->o;
-    l->bytes = ra_attention_bytes(&l->d, 1);
-    l->workspace = map(l->bytes);
+    l->workspace_bytes = ra_attention_bytes(&l->d, 1);
+    l->workspace = map(l->workspace_bytes);
 }
 
-static double form_seconds(form_load *l, int64_t fresh, int64_t cached) {
+static double form_seconds(load *l, int64_t fresh, int64_t cached) {
     const double begin = now_s();
     l->d.tokens = fresh;
     l->d.kv_tokens = cached + fresh;
     l->d.q_offset = cached;
-    if (ra_attention(&l->d, &l->t, l->workspace, l->bytes, 0, 1) != RA_OK) failed_rows++;
+    if (ra_attention(&l->d, &l->t, l->workspace, l->workspace_bytes, 0, 1)) failed_rows++;
     return now_s() - begin;
 }
 
 /* form: [0] AUTO, [1] SAME; local: the same by ra_attention. */
-static void print_form(cache_load form[2], form_load local[2], int64_t fresh, int64_t cached) {
+static void print_form(cache_load form[2], load local[2], int64_t fresh, int64_t cached) {
     double best[4] = { 1e9, 1e9, 1e9, 1e9 }, spent = 0;
     for (int n = 0; n < 200 && (n < 2 || spent < 0.4); n++)
         for (int k = 0; k < 4; k++) {
-            const double t = k < 2 ? travel_seconds(&form[k], fresh, cached)
+            const double t = k < 2 ? cache_seconds(&form[k], 1, fresh, cached)
                                    : form_seconds(&local[k - 2], fresh, cached);
             best[k] = t < best[k] ? t : best[k];
             spent += t;
@@ -1492,12 +1479,13 @@ static void print_form(cache_load form[2], form_load local[2], int64_t fresh, in
     fflush(stdout);
 }
 
-static void print_forms(void) {
+static void print_forms(const char *words) {
     static const int64_t fresh[] = { 1, 4, 8, 16, 64, 256 }, cached[] = { 2048, 32768 };
     static cache_load form[2];
-    static form_load local[2];
+    static load local[2];
     row r = cache_row(PREFILL, ra_isa_best(), RA_BF16, 256);
     data x;
+    (void)words;
     r.kv_tokens = 256 + 32768;
     x = data_make(&r);
     for (int k = 0; k < 2; k++) {
@@ -1633,8 +1621,9 @@ static void print_table(void) {
     free(bulk);
 }
 
-static void print_checksums(void) {
+static void print_checksums(const char *words) {
     static const ra_engine nothing = { sizeof nothing, RA_ENGINE_ABI, 0, NULL, no_fold };
+    (void)words;
     for (int alone = 0; alone < 2; alone++) {
         checked c;
         checked_open(&c, alone ? &nothing : NULL);
@@ -1656,14 +1645,6 @@ static void print_checksums(void) {
  * of each counts. */
 enum { FIRST_LAYERS = 8, FIRST_CHUNK = 256, FIRST_RANKS = 3 };
 
-static double first_seconds(cache_load *l, int threads, int64_t fresh, int64_t cached, double was) {
-    double t;
-    l->fresh[0] = fresh;
-    l->cached[0] = cached;
-    t = pool_run(cache_part, l, threads);
-    return t < was ? t : was;
-}
-
 static void print_first(int64_t prompt) {
     static cache_load all[FIRST_RANKS];
     double t[FIRST_RANKS][4], first[FIRST_RANKS], begin;
@@ -1683,8 +1664,8 @@ static void print_first(int64_t prompt) {
         for (int i = 0; i < 4; i++)
             for (int k = 0; k < (i < 3 ? 1 : 8); k++)
                 for (int p = 0; p < FIRST_RANKS; p++)
-                    t[p][i] = first_seconds(&all[p], p ? 1 << p : 2, i < 3 ? FIRST_CHUNK : 1,
-                                            cached[i], t[p][i]);
+                    t[p][i] = fmin(t[p][i], cache_seconds(&all[p], p ? 1 << p : 2,
+                                                          i < 3 ? FIRST_CHUNK : 1, cached[i]));
     for (int p = 0; p < FIRST_RANKS && !failed_rows; p++) {
         first[p] = (t[p][0] + 4 * t[p][1] + t[p][2]) / 6 * FIRST_LAYERS *
                    (double)(prompt / FIRST_CHUNK);
@@ -1697,12 +1678,19 @@ static void print_first(int64_t prompt) {
     unmap_all();
 }
 
+static void print_firsts(const char *words) {
+    const int64_t only = strtoll(words + strcspn(words, "0123456789"), NULL, 10);
+    for (int64_t n = 2048; n <= 131072; n *= 4)
+        if (!only || only == n) print_first(n);
+}
+
 /* ---------------------------------------------------------------------------- batches
  * A call that decodes one token of each of several sequences, 32/8 heads of 128, bf16, on one rank
  * of two threads and on 2 and 4 ranks of one thread. The ranks are timed in turn, and the shortest
  * time of each counts. */
-static void print_batches(void) {
+static void print_batches(const char *words) {
     static const int64_t keys[] = { 64, 256, 1024 };
+    (void)words;
     for (int i = 0; i < 3; i++) {
         static cache_load all[FIRST_RANKS];
         double best[FIRST_RANKS] = { 1e9, 1e9, 1e9 };
@@ -1738,16 +1726,30 @@ static void print_batches(void) {
     }
 }
 
+/* What is printed after the rows. named: only if words begin with its name. */
+static const struct section {
+    const char *name, *what;
+    void (*print)(const char *words);
+    int named;
+} sections[] = {
+    { "plan", "seconds that plans take", print_plans, 0 },
+    { "travel", "passing queries or keys over a cache; \"travel shared 2\"", print_travels, 0 },
+    { "forms", "what it costs that bits depend on the row alone", print_forms, 0 },
+    { "checksum", "CRC-32C, and what it costs a pass", print_checksums, 0 },
+    { "batch", "one token of each of 16 short sequences, on ranks", print_batches, 0 },
+    { "first", "time to first token and tokens per second, on ranks", print_firsts, 1 },
+};
+enum { SECTIONS = sizeof sections / sizeof sections[0] };
+
+static int section_wanted(const struct section *x, const char *words) {
+    return words[0] ? !strncmp(words, x->name, strlen(x->name)) : !x->named;
+}
+
 /* The names for ONLY=. */
 static void print_kinds(void) {
     printf("rows:\n");
     for (int i = 0; i < KINDS; i++) printf("  %-10s %s\n", kinds[i].name, kinds[i].what);
-    printf("  %-10s %s\n", "plan", "seconds that plans take");
-    printf("  %-10s %s\n", "travel", "passing queries or keys over a cache; \"travel shared 2\"");
-    printf("  %-10s %s\n", "forms", "what it costs that bits depend on the row alone");
-    printf("  %-10s %s\n", "checksum", "CRC-32C, and what it costs a pass");
-    printf("  %-10s %s\n", "batch", "one token of each of 16 short sequences, on ranks");
-    printf("  %-10s %s\n", "first", "time to first token and tokens per second, on ranks");
+    for (int i = 0; i < SECTIONS; i++) printf("  %-10s %s\n", sections[i].name, sections[i].what);
 }
 
 static int write_json(const char *path) {
@@ -1790,9 +1792,9 @@ static void clear_progress(void) {
 }
 
 int main(int argc, char **argv) {
-    char words[512] = "";
-    const char *json = "build/bench.json";
-    int large = 0, kept = 0, plans, travels, forms, checksums, first, batches;
+    char all[512] = "";
+    const char *json = "build/bench.json", *words;
+    int large = 0, kept = 0, more = 0;
     double begin;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--json") == 0 && i + 1 < argc) json = argv[++i];
@@ -1800,22 +1802,18 @@ int main(int argc, char **argv) {
         else if (strcmp(argv[i], "--long") == 0) large = 1;
         else if (strcmp(argv[i], "--processor-time") == 0) processor_time = 1;
         else if (strcmp(argv[i], "--only") != 0) {
-            strncat(words, " ", sizeof words - strlen(words) - 1);
-            strncat(words, argv[i], sizeof words - strlen(words) - 1);
+            strncat(all, " ", sizeof all - strlen(all) - 1);
+            strncat(all, argv[i], sizeof all - strlen(all) - 1);
         }
     }
-    plans = !words[0] || strcmp(words + strspn(words, " "), "plan") == 0;
-    travels = !words[0] || strncmp(words + strspn(words, " "), "travel", 6) == 0;
-    forms = !words[0] || strcmp(words + strspn(words, " "), "forms") == 0;
-    checksums = !words[0] || strcmp(words + strspn(words, " "), "checksum") == 0;
-    first = strncmp(words + strspn(words, " "), "first", 5) == 0;
-    batches = !words[0] || strcmp(words + strspn(words, " "), "batch") == 0;
-    if (strcmp(words + strspn(words, " "), "help") == 0) { print_kinds(); return 0; }
+    words = all + strspn(all, " ");
+    if (strcmp(words, "help") == 0) { print_kinds(); return 0; }
     add_all(large);
     for (int i = 0; i < row_count; i++) {
-        if (wanted(&rows[i], words + strspn(words, " "))) rows[kept++] = rows[i];
+        if (wanted(&rows[i], words)) rows[kept++] = rows[i];
     }
     row_count = kept;
+    for (int i = 0; i < SECTIONS; i++) more += section_wanted(&sections[i], words);
     if (pool_start() != 0) { fprintf(stderr, "cannot start threads\n"); return 1; }
     print_machine();
     print_peaks();
@@ -1832,22 +1830,13 @@ int main(int argc, char **argv) {
         if (results[i].done) print_row(&rows[i], &results[i]);
     }
     printf("%d rows in %.0f s%s\n", row_count, now_s() - begin,
-           row_count || plans || travels || forms || checksums || first || batches
-               ? "" : ": nothing matches, try ONLY=help");
-    if (plans) print_plans();
-    if (travels) print_travels(words);
-    if (forms) print_forms();
-    if (checksums) print_checksums();
-    if (batches) print_batches();
-    for (int64_t n = 2048; first && n <= 131072; n *= 4) {
-        const int64_t only = strtoll(words + strspn(words, " ") + 5, NULL, 10);
-        if (!only || only == n) print_first(n);
-    }
+           row_count || more ? "" : ": nothing matches, try ONLY=help");
+    for (int i = 0; i < SECTIONS; i++)
+        if (section_wanted(&sections[i], words)) sections[i].print(words);
     if (runs_disturbed * 20 > runs_in_all) {
         printf("Other programs disturbed %d of %d timed runs: do not trust the figures above.\n",
                runs_disturbed, runs_in_all);
     }
     if (write_json(json) != 0) return 1;
-    return failed_rows != 0 ||
-           (row_count == 0 && !plans && !travels && !forms && !checksums && !first && !batches);
+    return failed_rows != 0 || (row_count == 0 && !more);
 }
