@@ -16937,6 +16937,12 @@ static ra_transport ra__tp_resolved(const ra_transport *t) {
     return r;
 }
 
+/* The bits of a number that fit into a tag. */
+static uint64_t ra__tp_tag(const ra_transport *t, int64_t number) {
+    return t->tag_bits >= 64 ? (uint64_t)number
+                             : (uint64_t)number & (((uint64_t)1 << t->tag_bits) - 1);
+}
+
 /* A ring or a cache begins a pass. 0: another one is in a pass on the same ctx. Messages of the two
  * would match each other, and if their plans are equal no frame would show it. */
 static int ra__tp_turn(const ra_transport *t) {
@@ -18165,11 +18171,6 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *mes
 }
 
 /* -------------------------------------------------------------------------- communication */
-static uint64_t ra__ring_tag(const ra_ring *r, int64_t number) {
-    return r->tp.tag_bits >= 64 ? (uint64_t)number
-                                : (uint64_t)number & (((uint64_t)1 << r->tp.tag_bits) - 1);
-}
-
 /* Makes an event of a message that is posted or, if not, has ended. chunk: negative without one. */
 static void ra__ring_op_event(ra_ring *r, const ra_transport_op *op, int posted, int64_t chunk,
                               int64_t begin_ns) {
@@ -18235,7 +18236,7 @@ static ra_transport_op *ra__queue_post(ra_ring *r, int which, int32_t peer, int6
     op->kind = ra__queue_sends(which) ? RA_MSG_SEND : RA_MSG_RECV;
     op->channel = which >= RA__RETURNS;
     op->peer = peer;
-    op->tag = ra__ring_tag(r, c >= 0 ? c : c == RA__NOTICE ? r->pass : 0);
+    op->tag = ra__tp_tag(&r->tp, c >= 0 ? c : c == RA__NOTICE ? r->pass : 0);
     op->buf = buf;
     op->len = (size_t)length;
     op->mr = r->mr;
@@ -18464,7 +18465,7 @@ static ra_status ra__ring_sendrecv(ra_ring *r, ra_transport_op *out, ra_transpor
     int64_t patience = ra__ring_patience(r), left = ra__ring_left(r, r->deadline, patience);
     int code = r->tp.sendrecv(r->tp.ctx, out ? out->peer : RA_NO_PEER, out ? out->buf : NULL,
                               out ? out->len : 0, in ? in->peer : RA_NO_PEER,
-                              in ? in->buf : NULL, in ? in->len : 0, ra__ring_tag(r, step),
+                              in ? in->buf : NULL, in ? in->len : 0, ra__tp_tag(&r->tp, step),
                               ra__ring_until(left));
     if (code == RA_E_TIMEOUT && left == patience) code = RA_E_PEER; /* the watchdog's time */
     if (code) {
@@ -20391,7 +20392,7 @@ static void ra__resume_post(ra_ring *r, int32_t i, int sending, void *buf, int64
     op->kind = sending ? RA_MSG_SEND : RA_MSG_RECV;
     op->channel = 1;
     op->peer = i;
-    op->tag = ra__ring_tag(r, r->resume->stage);
+    op->tag = ra__tp_tag(&r->tp, r->resume->stage);
     op->buf = buf;
     op->len = (size_t)length;
     r->moves++;
@@ -22777,10 +22778,9 @@ static ra_status ra__swap_received(ra_cache *c, ra__swap *x) {
 /* The op of one side of swap i, filled in before it is posted first. */
 static ra_transport_op *ra__swap_op(ra_cache *c, int32_t i, int side) {
     ra__swap_side *x = &c->swap[i].side[side];
-    const uint64_t tag = (uint64_t)(c->call * RA__FRAME_KINDS + c->swap[i].kind);
     if (x->state != RA__SWAP_IDLE) return &x->op;
     x->op.kind = side == RA__SWAP_OUT ? RA_MSG_SEND : RA_MSG_RECV;
-    x->op.tag = c->tp.tag_bits >= 64 ? tag : tag & (((uint64_t)1 << c->tp.tag_bits) - 1);
+    x->op.tag = ra__tp_tag(&c->tp, c->call * RA__FRAME_KINDS + c->swap[i].kind);
     x->op.mr = c->mr;
     ra__store_i32(&x->state, RA__SWAP_POSTED);
     return &x->op;
