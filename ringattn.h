@@ -15427,6 +15427,8 @@ typedef struct ra__journal {
     ra__journal_slot slot[RA_EVENTS];  /* of event n: n - 1 mod RA_EVENTS */
 } ra__journal;
 
+typedef struct ra__resume ra__resume;  /* see RESUME */
+
 struct ra_ring {
     ra_ring_desc rd;
     ra_transport tp;
@@ -15501,7 +15503,7 @@ struct ra_ring {
     int32_t lent;                      /* 1: messages of the failed pass were lent */
     int32_t engine_failed;             /* atomic. 1: the state of the pass is lost */
     int32_t pulled;                    /* 1: receives after the kept ones were requested */
-    struct ra__resume *resume;
+    ra__resume *resume;
     int (*resumed_comm)(ra_ring *r);   /* a round of communication, instead of ra__ring_comm */
     const int32_t *survivor;           /* [peers] their ranks in the ring that failed; null: no
                                         * pass was resumed */
@@ -17666,6 +17668,8 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
     return b;
 }
 
+static const ra__blame ra__nobody = { -1, -1, 0, -1, -1, -1, NULL };
+
 /* How many ranks after the owner of chunk c a rank is, in the direction of travel. */
 static int32_t ra__ring_hop_at(const ra_ring *r, int64_t c, int32_t rank) {
     return ra__ranks_along(r->plan, r->lists->direction, r->lists->chunk[c].owner, rank);
@@ -18448,7 +18452,7 @@ static ra__blame ra__ring_awaits(const ra_ring *r) {
             return ra__blame_of(ra__queue_peer(r, k, i, &hop), ra__queue_sends(k), 0,
                                 ra__queue_chunk(r, k, i));
     }
-    return ra__blame_of(-1, -1, 0, -1);
+    return ra__nobody;
 }
 
 /* The transport itself has failed, with a code. */
@@ -18507,7 +18511,7 @@ static ra_status ra__ring_exchange(ra_ring *r) {
 static ra_status ra__ring_drive(ra_ring *r) {
     int n = ra__ring_list(r), idle = 0, code = RA_OK;
     if (ra__load_i32(&r->crew.state) != RA_RING_RUNNING)
-        return ra__ring_fail(r, RA_E_ABORTED, ra__blame_of(-1, -1, 0, -1));
+        return ra__ring_fail(r, RA_E_ABORTED, ra__nobody);
     if (!r->tp.post) return ra__ring_exchange(r);
     for (int i = 0; i < n; i++) idle |= r->list[i]->state == RA_MSG_IDLE;
     if (idle) code = r->tp.post(r->tp.ctx, r->list, n);
@@ -19426,12 +19430,12 @@ static void ra__ring_complete(ra_ring *r) {
     (void)ra__add_i64(&r->events, 1);
 }
 
-/* Checks deadline, watchdog and cancellation, and for a failure that another thread has
- * recorded. */
+/* Checks the deadline, the watchdog, cancellation, and whether another thread has recorded a
+ * failure. */
 static ra_status ra__ring_alarm(ra_ring *r) {
     if (ra__load_i32(&r->crew.failed)) return ra__load_i32(&r->crew.failed);
     if (ra__load_i32(&r->cancelled))
-        return ra__ring_fail(r, RA_E_CANCELLED, ra__blame_of(-1, -1, 0, -1));
+        return ra__ring_fail(r, RA_E_CANCELLED, ra__nobody);
     int64_t now = ra__ring_now(r);
     int64_t looked = ra__load_i64(&r->looked_ns);
     ra__store_i64(&r->looked_ns, now);
@@ -19523,15 +19527,15 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
 }
 
 /* -------------------------------------------------------------------------- rings */
-static ra_status ra__ring_desc_check(const ra_ring_desc *rd, ra_error *e) {
-    ra__checks x = { e, RA_OK };
+static ra_status ra__ring_desc_check(const ra_ring_desc *rd) {
+    ra__checks x = { rd->error, RA_OK };
     ra__number(&x, "ring.watchdog_ns", rd->watchdog_ns, 0, INT64_MAX);
     ra__number(&x, "ring.quiesce_ns", rd->quiesce_ns, 0, INT64_MAX);
     ra__number(&x, "ring.trust_plans", rd->trust_plans, 0, 1);
     ra__number(&x, "ring.checksums", rd->checksums, 0, 1);
     ra__refuse_if(&x, (uintptr_t)rd->workspace % 64 != 0, RA_E_ALIGN, "ring.workspace",
                   "must be aligned to # bytes", 64);
-    return x.status ? x.status : ra__check_allocator(&rd->allocator, "ring.allocator", e);
+    return x.status ? x.status : ra__check_allocator(&rd->allocator, "ring.allocator", rd->error);
 }
 
 /* Lays out the workspace, which is large enough, for a pass of a plan. */
@@ -19591,7 +19595,7 @@ RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
     if (!out) return ra__refuse(rd->error, RA_E_NULL, "out", "is required", 0);
     *out = NULL;
     if (!first) return ra__refuse(rd->error, RA_E_NULL, "plan", "is required", 0);
-    ra_status s = ra__ring_desc_check(rd, rd->error);
+    ra_status s = ra__ring_desc_check(rd);
     int64_t bytes = ra__max(first->forward.chunk_bytes, first->back.chunk_bytes);
     if (transport && (transport->caps & RA_CAP_SHARED)) bytes = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
     if (!s) s = ra__tp_check(transport, first->d.rank, first->d.ranks, bytes, rd->error);
@@ -19999,7 +20003,7 @@ RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns) {
     if (ra__load_i32(&ring->crew.state) == RA_RING_IDLE && !ra__load_i32(&ring->cancelled))
         return RA_OK;
     ra_status s = ra__load_i32(&ring->crew.failed);
-    if (!s) s = ra__ring_fail(ring, RA_E_CANCELLED, ra__blame_of(-1, -1, 0, -1));
+    if (!s) s = ra__ring_fail(ring, RA_E_CANCELLED, ra__nobody);
     if (!ring->has_transport || ring->quiet) return ring->unsafe && ring->shared ? RA_E_UNSAFE : s;
     int64_t left = ra__ring_left(ring, deadline_ns, ring->rd.quiesce_ns);
     ring->quiet = 1;
@@ -20197,7 +20201,7 @@ typedef struct ra__resume_peer {
     ra__frame to_peer, from_peer;      /* control messages of RA__FRAME_BYTES */
     uint8_t out, in;                   /* messages of the round: 1 posted, 2 done */
     uint8_t end_posted, end_came;      /* 1: END was posted, has come */
-    int32_t requested;                 /* the chunk that it waits for; -1: none */
+    int32_t requested;                 /* the chunk that it has requested; -1: none */
 } ra__resume_peer;
 
 /* Keys and values of another rank's shard, from rd.refetch. */
@@ -20355,7 +20359,7 @@ static void ra__resume_note_state(ra_ring *r) {
 /* The hello of this rank: the state of its pass (RA__RANK_*) as chunk, the hash of the survivors as
  * length, and the hash of the pass before as topics. */
 static ra__frame ra__resume_hello(const ra_ring *r) {
-    const struct ra__resume *x = r->resume;
+    const ra__resume *x = r->resume;
     const int32_t state = (r->serves ? RA__RANK_COMPLETE : 0) |
         (r->lists->backward ? RA__RANK_BACKWARD : 0) |
         (ra__load_i32(&r->engine_failed) && !r->serves ? RA__RANK_ENGINE : 0);
@@ -20373,7 +20377,7 @@ static ra_status ra__resume_refuse(ra_ring *r, ra_status s, int32_t i) {
 /* Checks the frame of a message from peer i: this attempt, this kind, that rank, this length. */
 static ra_status ra__resume_check(ra_ring *r, int32_t i, const void *message, int32_t kind,
                                   int64_t length) {
-    const struct ra__resume *x = r->resume;
+    const ra__resume *x = r->resume;
     ra__frame f;
     memcpy(&f, message, sizeof f);
     ra__frame due = ra__ring_frame(r, kind, x->rank[i], f.chunk, length);
@@ -20442,7 +20446,7 @@ static void ra__resume_check_peer(ra_ring *r, int32_t i, uint64_t hash) {
 
 /* From all hellos: the pass that is resumed, and whether it can be. */
 static void ra__resume_agree(ra_ring *r) {
-    struct ra__resume *x = r->resume;
+    ra__resume *x = r->resume;
     const ra__frame *first = &x->peer[0].from_peer;
     for (int32_t i = 1; i < x->n; i++)
         if (ra__frame_pass(&x->peer[i].from_peer) < ra__frame_pass(first))
@@ -20490,7 +20494,7 @@ static ra__arena ra__resume_memory(ra_ring *r, int64_t bytes) {
 }
 
 /* Lays out the memory of a resumed pass, or only counts it if a->base is null. */
-static void ra__resume_carve(ra__arena *a, const ra_ring *r, struct ra__resume *x) {
+static void ra__resume_carve(ra__arena *a, const ra_ring *r, ra__resume *x) {
     const ra_plan *p = r->plan;
     const int64_t align = ra__max(64, (int64_t)r->tp.align);
     const int64_t slots = ra__min(p->d.buffers, x->missing), ops = 2 * (int64_t)x->n;
@@ -20509,7 +20513,7 @@ static void ra__resume_carve(ra__arena *a, const ra_ring *r, struct ra__resume *
 
 /* Makes the lists of kept messages and missing chunks from those of the failed pass. */
 static void ra__resume_lists(ra_ring *r) {
-    struct ra__resume *x = r->resume;
+    ra__resume *x = r->resume;
     const ra__pass_lists *old = r->lists;
     ra__pass_lists *w = &x->lists;
     const int64_t came = ra__max(r->kept_count, r->queue[RA__RECEIVES].done);
@@ -20548,7 +20552,7 @@ static void ra__bit_set(uint8_t *row, int64_t bit) {
 
 /* Writes this rank's report. */
 static void ra__resume_report(ra_ring *r) {
-    const struct ra__resume *x = r->resume;
+    const ra__resume *x = r->resume;
     const ra__reports *v = &x->reports;
     const ra_plan *p = r->plan;
     uint8_t *need = ra__reports_need(v, x->me), *held = ra__reports_held(v, x->me);
@@ -20572,7 +20576,7 @@ static void ra__resume_report(ra_ring *r) {
 
 /* Once the pass to resume is known: allocates, makes the lists and the report. */
 static ra_status ra__resume_prepare(ra_ring *r) {
-    struct ra__resume *x = r->resume;
+    ra__resume *x = r->resume;
     ra__arena a = { NULL, 0 };
     ra__resume_step_back(r);
     for (int64_t i = 0; i < ra__max(r->kept_count, r->queue[RA__RECEIVES].done); i++)
@@ -20594,7 +20598,7 @@ static ra_status ra__resume_prepare(ra_ring *r) {
 
 /* All ranks agree to go on: the ring takes the new lists. Threads compute once `meeting` is 0. */
 static void ra__resume_open(ra_ring *r) {
-    struct ra__resume *x = r->resume;
+    ra__resume *x = r->resume;
     ra_resumed *n = &x->figures;
     ra__queue *in = &r->queue[RA__RECEIVES], *out = &r->queue[RA__SENDS];
     for (int64_t i = 0; i < x->missing; i++) {
@@ -20638,9 +20642,9 @@ static void ra__resume_open(ra_ring *r) {
 }
 
 /* -------------------------------------------------------------------------- giving */
-/* The shard of a rank, from the caller; null: refused, or not as promised. */
+/* The shard of a rank, from the caller's refetch; null: it failed, or its tensors were refused. */
 static const ra__refetched *ra__resume_refetch(ra_ring *r, int32_t rank) {
-    struct ra__resume *x = r->resume;
+    ra__resume *x = r->resume;
     ra__refetched *g = &x->refetched[rank];
     const ra_desc *d = &r->plan->d;
     ra_tensors t;
@@ -20678,7 +20682,7 @@ static ra_status ra__resume_pack(ra_ring *r, int64_t c, uint8_t *message) {
 
 /* Sends the chunk that peer i has requested, if a send is free. */
 static ra_status ra__resume_send(ra_ring *r, int32_t i) {
-    struct ra__resume *x = r->resume;
+    ra__resume *x = r->resume;
     ra__queue *out = &r->queue[RA__SENDS];
     const int64_t spare = (int64_t)r->tp.max_ops - 2 * (x->n - 1);
     const int64_t most = ra__max(1, spare - spare / 2), c = x->peer[i].requested;
@@ -20731,7 +20735,7 @@ static void ra__resume_request(ra_ring *r, int32_t i, int32_t kind, int64_t c, i
 
 /* Posts receives of missing chunks into free buffers, and requests the chunks. */
 static ra_status ra__resume_pull(ra_ring *r) {
-    struct ra__resume *x = r->resume;
+    ra__resume *x = r->resume;
     const ra__queue *in = &r->queue[RA__RECEIVES];
     const int64_t spare = (int64_t)r->tp.max_ops - 2 * (x->n - 1);
     while (ra__queue_open(in, r->released, ra__max(1, spare / 2))) {
@@ -20752,7 +20756,7 @@ static ra_status ra__resume_pull(ra_ring *r) {
 
 /* Takes a control message of peer i after the meeting: a request or END. */
 static ra_status ra__resume_take_request(ra_ring *r, int32_t i) {
-    const struct ra__resume *x = r->resume;
+    const ra__resume *x = r->resume;
     ra__resume_peer *peer = &r->resume->peer[i];
     const int32_t kind = peer->from_peer.kind, c = peer->from_peer.chunk;
     const int ends = kind == RA__FRAME_END;
@@ -20769,7 +20773,7 @@ static ra_status ra__resume_take_request(ra_ring *r, int32_t i) {
 }
 
 /* The hello or, in the second round, the report of rank i of the meeting; its bytes. */
-static uint8_t *ra__resume_letter(const struct ra__resume *x, int32_t i, int64_t *bytes) {
+static uint8_t *ra__resume_letter(const ra__resume *x, int32_t i, int64_t *bytes) {
     *bytes = x->stage == RA__MEET_REPORT ? x->reports.bytes : (int64_t)RA__FRAME_BYTES;
     return x->stage == RA__MEET_REPORT ? x->reports.of + i * x->reports.bytes
                                        : (uint8_t *)&x->peer[i].from_peer;
@@ -20777,7 +20781,7 @@ static uint8_t *ra__resume_letter(const struct ra__resume *x, int32_t i, int64_t
 
 /* Checks the message of the meeting that has come from peer i. */
 static ra_status ra__resume_check_letter(ra_ring *r, int32_t i) {
-    const struct ra__resume *x = r->resume;
+    const ra__resume *x = r->resume;
     const int hello = x->stage == RA__MEET_HELLO;
     int64_t bytes;
     const uint8_t *letter = ra__resume_letter(x, i, &bytes);
@@ -20792,7 +20796,7 @@ static ra_status ra__resume_check_letter(ra_ring *r, int32_t i) {
 
 /* Posts this rank's message of the round to each peer, and a receive for theirs. */
 static void ra__resume_meet(ra_ring *r) {
-    struct ra__resume *x = r->resume;
+    ra__resume *x = r->resume;
     for (int32_t i = 0; i < x->n; i++) {
         int64_t bytes;
         uint8_t *in = ra__resume_letter(x, i, &bytes), *out = ra__resume_letter(x, x->me, &bytes);
@@ -20806,7 +20810,7 @@ static void ra__resume_meet(ra_ring *r) {
 /* After the meeting: receives control messages, sends requested chunks, pulls missing ones, and
  * sends END when this rank has all that it needs. */
 static ra_status ra__resume_transfer(ra_ring *r) {
-    struct ra__resume *x = r->resume;
+    ra__resume *x = r->resume;
     const ra__queue *in = &r->queue[RA__RECEIVES];
     const int all = r->meeting || in->done == in->total;
     ra_status s = r->meeting ? RA_OK : ra__resume_pull(r);
@@ -20827,7 +20831,7 @@ static ra_status ra__resume_transfer(ra_ring *r) {
 
 /* Takes the control messages that have ended. */
 static ra_status ra__resume_take_controls(ra_ring *r) {
-    struct ra__resume *x = r->resume;
+    ra__resume *x = r->resume;
     for (int32_t i = 0; i < x->n; i++) {
         ra__resume_peer *peer = &x->peer[i];
         int done = ra__resume_control_done(r, i, 1);
@@ -20846,7 +20850,7 @@ static ra_status ra__resume_take_controls(ra_ring *r) {
 
 /* Records the peer that this rank waits for: for a chunk, END, or a message of the meeting. */
 static void ra__resume_await(ra_ring *r) {
-    const struct ra__resume *x = r->resume;
+    const ra__resume *x = r->resume;
     const ra__queue *in = &r->queue[RA__RECEIVES];
     int32_t peer = -1;
     if (!r->meeting && in->done < in->total) peer = x->source[in->done - r->kept_count];
@@ -20862,7 +20866,7 @@ static void ra__resume_await(ra_ring *r) {
 
 /* Once all messages of a round of the meeting have ended: begins the next round, or goes on. */
 static ra_status ra__resume_next_round(ra_ring *r) {
-    struct ra__resume *x = r->resume;
+    ra__resume *x = r->resume;
     ra_status s = RA_OK;
     int64_t lost;
     for (int32_t i = 0; i < x->n; i++)
@@ -20880,12 +20884,12 @@ static ra_status ra__resume_next_round(ra_ring *r) {
     ra__resume_agree(r);
     x->stage = x->verdict || x->complete ? RA__MEET_OVER : RA__MEET_REPORT;
     if (x->stage == RA__MEET_REPORT) s = ra__resume_prepare(r);
-    return s ? ra__ring_fail(r, s, ra__blame_of(-1, -1, 0, -1)) : RA_OK;
+    return s ? ra__ring_fail(r, s, ra__nobody) : RA_OK;
 }
 
 /* Ends the communication once every rank has what it needs, or the same verdict. */
 static ra_status ra__resume_end(ra_ring *r) {
-    struct ra__resume *x = r->resume;
+    ra__resume *x = r->resume;
     for (int32_t i = 0; i < x->n; i++)
         if (i != x->me && (!x->peer[i].end_came || !x->peer[i].end_posted ||
                            r->control[2 * i + 1].kind))
@@ -20911,7 +20915,7 @@ static ra_status ra__resume_end(ra_ring *r) {
 
 /* A round of communication, like ra__ring_comm. */
 static int ra__resume_comm(ra_ring *r) {
-    struct ra__resume *x = r->resume;
+    ra__resume *x = r->resume;
     const int64_t before = r->moves;
     ra_status s = RA_OK;
     if (!r->meeting) ra__ring_release(r);
@@ -21003,8 +21007,8 @@ static ra_status ra__resume_check_ring(const ra_ring *r, const ra_resume_desc *r
 }
 
 /* Memory for the control messages. */
-static ra_status ra__resume_alloc(ra_ring *r, const ra_resume_desc *rd, struct ra__resume **out) {
-    struct ra__resume *x;
+static ra_status ra__resume_alloc(ra_ring *r, const ra_resume_desc *rd, ra__resume **out) {
+    ra__resume *x;
     const int64_t n = rd->ranks, rounded = 5 * 64, each = 4 + 2 * (int64_t)sizeof *r->list +
         2 * (int64_t)sizeof *r->control + (int64_t)sizeof *x->peer;
     const int64_t bytes = (int64_t)sizeof *x + n * each + rounded;
@@ -21012,7 +21016,7 @@ static ra_status ra__resume_alloc(ra_ring *r, const ra_resume_desc *rd, struct r
     if (!a.base)
         return ra__refuse(&r->refusal, RA_E_NOMEM, "ring.allocator",
                           "returned null for # bytes", bytes);
-    x = (struct ra__resume *)ra__carve(&a, (int64_t)sizeof *x);
+    x = (ra__resume *)ra__carve(&a, (int64_t)sizeof *x);
     x->rank = (int32_t *)ra__carve(&a, n * 4);
     x->peer = (ra__resume_peer *)ra__carve(&a, n * (int64_t)sizeof *x->peer);
     r->control = (ra_transport_op *)ra__carve(&a, 2 * n * (int64_t)sizeof *r->control);
@@ -21023,7 +21027,7 @@ static ra_status ra__resume_alloc(ra_ring *r, const ra_resume_desc *rd, struct r
 }
 
 /* Moves the ring to the new transport. */
-static void ra__resume_bind(ra_ring *r, struct ra__resume *x, const ra_resume_desc *rd,
+static void ra__resume_bind(ra_ring *r, ra__resume *x, const ra_resume_desc *rd,
                             const ra_transport *tp) {
     x->rd = *rd;
     x->n = rd->ranks;
@@ -21050,7 +21054,7 @@ static void ra__resume_bind(ra_ring *r, struct ra__resume *x, const ra_resume_de
 RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
                                        int64_t deadline_ns) {
     ra_error *e = ring ? &ring->refusal : NULL;
-    struct ra__resume *x = NULL;
+    ra__resume *x = NULL;
     ra_transport tp;
     int32_t me = 0;
     if (!ring) return RA_E_NULL;

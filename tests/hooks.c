@@ -85,7 +85,7 @@ static const char *longest_text(void *ctx, int code) {
 
 void hook_longest_failure(ra_status status, const char *text, ra_failure *out) {
     ra_ring ring = { 0 };
-    ra__blame blame = ra__blame_of(-1, -1, 0, -1);
+    ra__blame blame = ra__nobody;
     ring.has_transport = 1;
     ring.tp.error_text = longest_text;
     ring.tp.ctx = (void *)(uintptr_t)text;
