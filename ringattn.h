@@ -480,7 +480,7 @@ typedef struct ra_positions {
  * table[b * batch_step + (first + r) / page_tokens]. Pages are read in place, and the bits are
  * those of rows without pages. Sequences may share pages: a prefix is stored once. */
 typedef struct ra_pages {
-    const int32_t *table;              /* page numbers, 0..count - 1 */
+    const int32_t *table;              /* page numbers, 0..count - 1, for all rows, seen or not */
     int64_t batch_step;                /* entries from one sequence to the next; 0: one table */
     int64_t count;                     /* pages in the pool */
     int64_t first;                     /* rows to skip in the first page, below page_tokens */
@@ -10107,7 +10107,8 @@ static ra_status ra__check_table(const ra_desc *d, const ra_pages *p, int32_t b,
         const int32_t page = x.table[(i + x.first) / x.tokens];
         if (page < 0 || page >= p->count)
             return ra__refuse_pair(e, RA_E_RANGE, "t.pages.table",
-                                   "has page #, which is not in 0..@", page, p->count - 1);
+                                   "has page #, which is not in 0..@ (rows that are not seen "
+                                   "need a page too)", page, p->count - 1);
     }
     return RA_OK;
 }
