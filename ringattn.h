@@ -15442,7 +15442,7 @@ struct ra_ring {
     ra_tensors t;
     ra__agreed agreed;                 /* of plan and call; under comm, as the next two */
     uint32_t space;                    /* see ra__frame; 0: messages are copied */
-    int32_t agreed_known;              /* 1: this pass has set both */
+    int32_t agreed_known;              /* 1: both are those of this pass */
     ra__work work;
     ra__view kv[2];                    /* this rank's keys and values */
     int64_t pass, deadline, begin_ns;
@@ -15483,7 +15483,7 @@ struct ra_ring {
     uint64_t met_with[RA__MET];        /* hashes of what plans agree on, and of the kind of pass */
     int64_t met_count;
     uint64_t differ;                   /* topics in which the frame that failed differs */
-    int32_t corrupt;                   /* 1: not the frame but what follows it was wrong */
+    int32_t corrupt;                   /* 1: the checksum of what follows the frame was wrong */
     ra__back back;                     /* backward from here on */
     ra__view d_kv[2];                  /* the caller's dK and dV */
     float *dq;                         /* RA_TRAVEL_KV: [B][rows][Hq][Dk] sums */
@@ -15794,7 +15794,7 @@ static void ra__agree(const ra_desc *d, const ra_desc *full, ra__agreed *out) {
     out->topic[RA__AGREE_LAYOUT] = ra__agree_layout(&d->layout, full->ranks);
 }
 
-/* The same of a plan, with what must be equal in the tensors that ranks pass to a call. */
+/* The agreed values of a pass: those of its plan, and what must be equal in the ranks' tensors. */
 static ra__agreed ra__agree_call(const ra_plan *p, const ra_tensors *t) {
     const ra_desc *d = &p->d;
     ra__agreed a = p->agreed;
@@ -15906,7 +15906,8 @@ static void ra__travel_carve(ra__arena *a, const ra_plan *p, ra__travel *t, int6
     if (a->base) memset(t->need, 0, (size_t)(p->d.ranks * t->need_row));
 }
 
-/* Room for n messages each way, and for so many folds, exchanges and own chunks. */
+/* Room for the lists of a pass: n messages each way, and these numbers of folds, exchanges and own
+ * chunks. */
 static void ra__lists_carve(ra__arena *a, ra__pass_lists *w, int64_t n, int64_t folds,
                             int64_t exchanges, int64_t own) {
     w->fold = (ra__fold *)ra__carve(a, folds * (int64_t)sizeof *w->fold);
@@ -15966,7 +15967,7 @@ static void ra__lists_recv(ra__pass_lists *r, int64_t chunk, int32_t fold, int32
     r->recv[r->recvs++] = m;
 }
 
-/* The lists of a pass while they are made. */
+/* The state of making the lists of a pass. */
 typedef struct ra__listing {
     const ra__tour *w;
     ra__pass_lists *r;
@@ -16075,7 +16076,7 @@ static void ra__plan_readers(ra_plan *p) {
     RINGATTN_ASSERT(n == 0);
 }
 
-/* Sorts the chunks of keys by sequences, rounds and owners. The list is sorted by owners, up or
+/* Lists the chunks of keys by sequence, round and owner. In p->keys they are sorted by owner, up or
  * down. Cost: chunks x ranks. */
 static void ra__plan_rounds(ra_plan *p) {
     int64_t *from = p->line, *to = p->line + p->d.ranks;
@@ -16171,7 +16172,7 @@ static void ra__plan_places(ra_plan *p) {
 }
 
 /* -------------------------------------------------------------------------- blocks against chunks
- * Tiles of a block of queries are counted without a look at each. For that block the class of a key
+ * Tiles of a block of queries are counted without visiting each. For that block the class of a key
  * (RA__EMPTY, _PARTIAL or _FULL) changes at eight positions at most, the edges. Blocks of keys with
  * no edge among them are all of one class. An edge x is among keys [first, last] if
  * first < x <= last. */
@@ -16474,8 +16475,8 @@ static void ra__plan_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
 typedef struct ra__predicted {         /* of a rank; times are in seconds */
     double link_free, folded;          /* when its link onwards is free; it has folded all so far */
     double busy, compute, idle;        /* how long it receives, computes, waits */
-    double here;                       /* of its own chunk on its way: when it came to this rank, */
-    int64_t number, received;          /* and as which message; messages that it has received */
+    double here;                       /* of its own chunk: when it came to the rank where it is */
+    int64_t number, received;          /* and as which message there; messages of this rank */
 } ra__predicted;
 typedef struct ra__prediction_scratch {
     ra__predicted *rank;               /* [ranks] */
@@ -16495,8 +16496,8 @@ static void ra__predict_carve(ra__arena *a, const ra_plan *p, ra__prediction_scr
 }
 
 /* Adds the seconds that a rank needs for each chunk of sequence b, from its non-empty tiles. A
- * partial tile is counted whole. Places [from, to) that are all full are noted at their ends alone:
- * step has by how many rows the work per block changes at each place. */
+ * partial tile is counted whole. Of places [from, to) that are all full only the two ends are
+ * noted: step[i] is by how many rows the work per block rises or falls at place i. */
 static void ra__predict_work(const ra_plan *p, int32_t rank, int32_t b, double pair_s,
                              ra__prediction_scratch *m) {
     ra__query_walk q = ra__queries_of(p, rank, b);
@@ -16645,7 +16646,7 @@ static void ra__plan_fill(ra_plan *p) {
 }
 
 /* Lists the calls of sendrecv, for transports that have nothing else. It simulates all ranks, so it
- * is done when a ring first needs it. Threads may create rings of the plan at the same time. */
+ * is not done until a ring needs it. Threads may create rings of the plan at the same time. */
 static void ra__plan_exchanges(const ra_plan *plan) {
     ra_plan *p = (ra_plan *)(uintptr_t)plan;
     if (p->d.ranks < 2) return;
@@ -16817,7 +16818,7 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
     out->wait_s = here->idle;
     out->done_s = here->folded;
     out->hidden_s = here->busy > here->idle ? here->busy - here->idle : 0;
-    if (out->hidden_s > here->compute) out->hidden_s = here->compute;  /* others come later */
+    if (out->hidden_s > here->compute) out->hidden_s = here->compute;  /* the rest came later */
     ra__free(&plan->allocator, arena.base, (size_t)bytes);
     return RA_OK;
 }
@@ -16830,7 +16831,7 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
 enum { RA__TP_CAPS = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_LOAN | RA_CAP_DEADLINE
                      | RA_CAP_SHARED };
 #define RA__TP_SIZE_V1 (offsetof(ra_transport, error_text) + sizeof(void *))
-#define RA__TP_SIZE_MAX 4096           /* no version will be larger: the field holds garbage */
+#define RA__TP_SIZE_MAX 4096           /* no version will be larger: above it is garbage */
 #define RA__TP_MAX_MSG ((size_t)1 << 30)
 
 static ra_status ra__tp_check_numbers(const ra_transport *t, ra_error *e) {
@@ -16952,7 +16953,7 @@ static int ra__tp_turn(const ra_transport *t) {
     return !t->turn || ra__cas_i32(t->turn, 0, 1);
 }
 
-/* That pass has made its last call of a callback: another one may begin, on any thread. */
+/* The pass has called its last callback: another one may begin, on any thread. */
 static void ra__tp_turn_ends(const ra_transport *t) {
     if (t->turn) ra__store_i32(t->turn, 0);
 }
@@ -17464,7 +17465,7 @@ static ra_status ra__shm_no_memory(ra_error *e, int32_t ranks) {
     return ra__refuse(e, RA_E_NOMEM, "ranks", "no memory or locks for # ranks", ranks);
 }
 
-/* wd may be null; its own number of ranks is not looked at. */
+/* wd may be null. Its ranks field is ignored. */
 static ra_status ra__shm_create(ra_world **out, const ra_world_desc *wd, int32_t ranks) {
     const ra_allocator *a = wd ? &wd->allocator : NULL;
     ra_error *e = wd ? wd->error : NULL;
@@ -17575,7 +17576,7 @@ static void ra__tp_rest(const ra_transport *t) {
     ra__tp_turn_ends(t);
 }
 
-/* Whether a network has failed, as far as it can be asked: only the world can. */
+/* The failure of a network, or RA_OK. Only that of the bundled world can be asked for. */
 static ra_status ra__tp_failure(const ra_transport *t) {
     return t->post == ra__shm_post ? ra__shm_failure((ra__shm_seat *)t->ctx) : RA_OK;
 }
@@ -17655,9 +17656,9 @@ static ra_event ra__event_none(void) {
     return e;
 }
 
-/* What a failure concerns; -1 where it does not apply. to: of a sendrecv that also received from
- * peer. moved: bytes, if the length is wrong. why: null, or what to say of peer, which is then a
- * rank of the plan. */
+/* What a failure concerns; -1 where it does not apply. to: the peer that a sendrecv sent to, if it
+ * is another. moved: bytes, if the length is wrong. why: null, or what to say of peer, which is
+ * then a rank of the plan. */
 typedef struct ra__blame {
     int32_t peer, sending, code, to;
     int64_t chunk, moved;
@@ -17684,7 +17685,7 @@ static int32_t ra__ring_event_hop(const ra_ring *r, int64_t c, int32_t receiver)
     return hop ? hop : r->ranks;
 }
 
-/* Adds what the ranks disagree about, what is corrupt, or a deadline that was no absolute time. */
+/* Adds what the ranks disagree about, what is corrupt, or that the deadline was not absolute. */
 static void ra__failure_hint(const ra_ring *r, const ra_failure *f, ra__text *x) {
     static const char *const name[RA__AGREE_TOPICS + 1] = {
         "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
@@ -17962,8 +17963,8 @@ static int32_t ra__ring_kind(const ra_ring *r) {
     return r->lists->backward ? RA__FRAME_GRAD : RA__FRAME_CHUNK;
 }
 
-/* The hop as for which a resumed pass lays out the message of chunk c to a rank: the farthest one
- * that still has all segments that the rank needs. */
+/* A resumed pass lays out the message of chunk c to a rank as for this hop: the farthest one that
+ * still has all segments that the rank needs. */
 static int32_t ra__plan_need_hop(const ra_plan *p, int64_t c, int32_t rank) {
     const ra__chunk *chunk = &p->keys.chunk[c];
     int32_t hop = ra__chunk_hops(chunk, 0);
@@ -17973,7 +17974,7 @@ static int32_t ra__plan_need_hop(const ra_plan *p, int64_t c, int32_t rank) {
     return hop;
 }
 
-/* The hop as for which the message of receive i, chunk c, is laid out. */
+/* The hop that the layout of the message of receive i, chunk c, is for. */
 static int32_t ra__ring_recv_hop(const ra_ring *r, int64_t i, int64_t c) {
     if (i < r->kept_count) return r->kept[i].hop;
     return r->pulled ? ra__plan_need_hop(r->plan, c, r->rank) : ra__ring_hop(r, c);
@@ -18377,8 +18378,7 @@ static ra__frame ra__ring_greeting(const ra_ring *r, int32_t origin) {
     return ra__ring_frame(r, RA__FRAME_HELLO, origin, r->lists->backward, RA__FRAME_BYTES);
 }
 
-/* Posts the hellos, of which each rank has one or none. 1: there are none, or they have come and
- * gone. */
+/* Posts the hellos, of which each rank has one or none. 1: there are none, or both have ended. */
 static int ra__ring_hello(ra_ring *r) {
     const ra__queue *in = &r->queue[RA__HELLO_IN], *out = &r->queue[RA__HELLO_OUT];
     if (in->posted < in->total) {
@@ -18563,8 +18563,8 @@ static int ra__ring_fail_length(ra_ring *r, const ra_transport_op *op, int64_t c
     return ra__ring_fail(r, RA_E_TRUNC, why);
 }
 
-/* Looks at one op; 1 done, 0 not yet, negative: the pass has failed. chunk: what a failure names;
- * negative: no chunk. */
+/* Checks how one op has ended: 1 well, 0 not yet, negative: the pass has failed. chunk: what a
+ * failure names; negative: no chunk. */
 static int ra__ring_op_done(ra_ring *r, const ra_transport_op *op, int64_t chunk) {
     int sending = op->kind == RA_MSG_SEND;
     if (op->state == RA_E_TRUNC) return ra__ring_fail_length(r, op, chunk);
@@ -18576,7 +18576,7 @@ static int ra__ring_op_done(ra_ring *r, const ra_transport_op *op, int64_t chunk
     return 1;
 }
 
-/* Looks at the next message of a queue, which is chunk c, RA__NOTICE or RA__HELLO: 1 done and as it
+/* Checks the next message of a queue, which is chunk c, RA__NOTICE or RA__HELLO: 1 done and as it
  * should be, 0 not yet, negative: the pass has failed. */
 static int ra__queue_look(ra_ring *r, const ra__queue *queue, int64_t c) {
     int done;
@@ -18695,8 +18695,8 @@ static void ra__ring_returned(const ra_ring *r, int64_t i) {
                         &r->pause);
 }
 
-/* Takes the messages of a queue that have ended, in order. A hello or notice that has failed is
- * noticed although others before it are still to come. 0, or the failure of the pass. */
+/* Takes the messages of a queue that have ended, in order. The failure of a hello or notice is
+ * noticed even if others before it are still to come. 0, or the failure of the pass. */
 static int ra__ring_take(ra_ring *r, int which) {
     ra__queue *queue = &r->queue[which];
     const ra__queue *out = &r->queue[RA__HELLO_OUT];
@@ -18722,9 +18722,8 @@ static int ra__ring_take(ra_ring *r, int which) {
     }
 }
 
-/* Counts for the owners of keys that are read here that this rank computes, and looks whether the
- * readers of its own keys have counted. Their work is progress for a rank that has finished its
- * own, and it may take long. */
+/* Shows the owners of keys read here that this rank computes, and checks whether readers of its own
+ * keys do. Their work counts as progress of a rank that has finished its own: it may take long. */
 static void ra__ring_pulse(ra_ring *r) {
     int64_t computed = ra__load_i64(&r->computed), alive = ra__load_i64(&r->alive);
     if (computed != r->computed_seen)
@@ -18782,7 +18781,7 @@ static void ra__ring_round_if_due(void *ctx) {
     ra__store_i32(&r->crew.comm, 0);
 }
 
-/* The same between two calls of a kernel, in the floating-point mode of the caller. */
+/* The same between two calls of a kernel, with the floating-point mode of the caller restored. */
 static void ra__ring_between(void *ctx) {
     const ra__desk *desk = (const ra__desk *)ctx;
     if (!ra__ring_poll_due(desk->ring)) return;
@@ -18975,13 +18974,13 @@ static int ra__fold_goes_on(const ra_ring *r, int64_t from, int64_t next) {
     return from == next;
 }
 
-/* Received chunks keep their buffers until tasks that fold them are stored. So that others can come
- * meanwhile, all tasks also store each time as many have been received as make half of the buffers,
- * unless that is so few keys that storing would cost too much, and before own chunks (not in
- * rounds, where one comes at a time). Nothing waits for the buffers of the last messages: as many
- * as there are buffers are one series with the own chunks after them. (If messages may be lent, the
- * rank that lends them waits, and with more than two ranks it has others to receive.) Shared chunks
- * need no buffers, and during a sendrecv nothing is computed anyway.
+/* Received chunks keep their buffers until the tasks that fold them are stored. So that others can
+ * arrive meanwhile, all tasks store after each half of the buffers, and before own chunks (not in
+ * rounds, where one comes at a time). If that is so few keys that storing would cost too much, they
+ * store after more. Nothing waits for the buffers of the last messages: as many as there are
+ * buffers are one series with the own chunks after them. (If messages may be lent, the rank that
+ * lends them waits, and with more than two ranks it has others to receive.) Shared chunks need no
+ * buffers, and during a sendrecv nothing is computed anyway.
  * PERF: Zen 5, 2 ranks, causal, 4096 tokens, 8 heads of D 64, a link on which messages take as long
  * as computing: the steps of rank 1 take 49.2 -> 47.1 ms. */
 enum { RA__SERIES_LEAST = 1024 };
@@ -19282,7 +19281,7 @@ static int ra__back_stage(const ra_ring *r, ra__desk *desk) {
     }
 }
 
-/* Sets the share of a claimed task, and which of its sums begin and end with this chunk. */
+/* Sets the slice of a claimed task, and which of its sums begin and end with this chunk. */
 static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory) {
     const ra_desc *d = &r->plan->d;
     const int64_t f = desk->claim.fold;
@@ -19552,7 +19551,7 @@ static ra_status ra__ring_too_small(ra_error *e, int64_t bytes, int64_t need) {
                            "# is less than the @ bytes that this plan needs", bytes, need);
 }
 
-/* Sets up a ring in its workspace, which may be refused as too small or not be available. */
+/* Sets up a ring in its workspace. Refused if that is too small or cannot be allocated. */
 static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transport *transport,
                                const ra_ring_desc *rd) {
     ra_transport tp;
@@ -19771,8 +19770,8 @@ static void ra__begin_meet(ra_ring *r, const ra_plan *p, int32_t pass) {
     r->greets = !met && r->has_transport && !r->rd.trust_plans;
 }
 
-/* Refuses a pass whose turn it is not. done: how many this ring or cache has had. If the network
- * has failed, its failure is the reason: nobody need wait for the end of the other pass. */
+/* Refuses a pass while another one has the turn. done: how many passes this ring or cache has had.
+ * If the network has failed, that is the reason: there is no need to wait for the other pass. */
 static ra_status ra__crew_no_turn(ra_error *e, const ra_transport *t, int64_t done) {
     const ra_status failure = ra__tp_failure(t);
     if (failure)
@@ -19796,7 +19795,7 @@ static void ra__begin_earlier(ra_ring *r) {
     r->intact = 0;
 }
 
-/* Of ra_begin, and of ra_join for the thread that holds `join`; others get RA_WAIT meanwhile. */
+/* For ra_begin, and for ra_join on the thread that holds `join`; others get RA_WAIT meanwhile. */
 static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__work w;
     ra__view kv[2];
@@ -20662,7 +20661,7 @@ static const ra__refetched *ra__resume_refetch(ra_ring *r, int32_t rank) {
     return g;
 }
 
-/* Packs chunk c, which this rank can give. The pass fails if refetch does not return what it
+/* Packs chunk c, which this rank can give. The pass fails if refetch does not supply what it has
  * promised. */
 static ra_status ra__resume_pack(ra_ring *r, int64_t c, uint8_t *message) {
     const ra__chunk *chunk = &r->lists->chunk[c];
