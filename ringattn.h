@@ -9288,7 +9288,7 @@ static int ra__doc_next(const ra_mask *m, int64_t end, const ra__seg *s, ra__doc
 
 /* The bounds of ra__rows_fill, from the first and last row of each document: within a document lo,
  * hi and keep_end never decrease from one row to the next, and if the last row sees something, all
- * do. If it does not, all rows are looked at. */
+ * do. If it does not, all rows are visited. */
 static ra__bounds ra__seg_bounds(const ra_mask *m, int64_t end, const ra__seg *s) {
     ra__bounds b = ra__bounds_none();
     ra__doc_rows at = { 0, 0, 0, 0, 0 };
@@ -14362,8 +14362,8 @@ static void ra__bits_transpose(uint64_t row[64]) {
 }
 
 /* Lets segment i of a chunk travel far enough, up or down, for the ranks from `rank` on with a bit
- * in `by`. Going up, a rank below the owner is farther than one above it, and the last the
- * farthest. */
+ * in `by`. Going up, ranks below the owner are farther than those above it, and the last of them is
+ * the farthest. */
 static void ra__need_reach(const ra_plan *p, ra__chunk *c, int32_t i, int32_t rank, uint64_t by) {
     const int32_t at = c->owner - rank;
     const uint64_t upto = at < 0 ? 0 : at > 63 ? UINT64_MAX : ((uint64_t)2 << at) - 1;
@@ -14803,9 +14803,8 @@ static int64_t ra__play_keys_seen(const ra__seg *s, const ra__bounds *x, int64_t
     return all;
 }
 
-/* Which of `blocks` blocks is sample i of n. Samples are even and odd blocks in turn: in zigzag
- * these mirror each other, and in a chunk of two blocks the first sees one block, the other both.
- * */
+/* Which of `blocks` blocks is sample i of n. Samples are even and odd blocks in turn: with zigzag
+ * these mirror each other, and in a chunk of two blocks one sees one block, the other both. */
 RA__INLINE int64_t ra__play_sample(int64_t i, int64_t blocks, int64_t n) {
     return ra__min((2 * i + 1) * blocks / (2 * n) / 2 * 2 + i % 2, blocks - 1);
 }
@@ -19855,7 +19854,8 @@ static ra_status ra__ring_begin_any(void *of, const void *job) {
     return ra__ring_begin((ra_ring *)of, (const ra_job *)job);
 }
 
-/* A thread counts itself as inside before it looks at the pass: ra_begin refuses while it is. */
+/* A thread counts itself as inside before it reads the state of the pass, because ra_begin refuses
+ * while a thread is inside. */
 RINGATTN_API ra_status ra_step(ra_ring *ring, int ith) {
     ra_status s;
     if (!ring) return RA_E_NULL;
@@ -21141,7 +21141,7 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  * 64 new tokens or more are summed in the order of their positions, in the form of prefill, as on
  * one rank with one lane. Such a call is a pool. Each block of 64 keys is copied together out of
  * the memory of the ranks that hold it.
- * PERF: lanes cost a row as many sums, of which each is begun, ended and merged. All ranks on one
+ * PERF: by lanes a row has a sum per lane, and each is begun, ended and merged. All ranks on one
  * thread of a Zen 5, chunks of 256 tokens of a prompt of 2048, 32/8 heads, D 128, bf16, speed
  * relative to one rank: 4 ranks 0.87 -> 0.97, 2 ranks 0.95 -> 0.97.
  *
@@ -21413,7 +21413,7 @@ static void ra__lanes_cut(const int32_t *w, int32_t ranks, int32_t lanes, int32_
     first[ranks] = lanes;
 }
 
-/* By how much the share of a rank differs from its weight at most, as a part of the weight. */
+/* The largest difference between a rank's share and its weight, as a fraction of the weight. */
 static double ra__lanes_miss(const int32_t *w, int32_t ranks, int32_t lanes) {
     int32_t first[RA__MOST_LANES + 1];
     double sum = 0, most = 0;
@@ -22068,8 +22068,8 @@ static int ra__travel_count(const ra_cache *c, ra__travel_cost *x) {
  * processors that compute.
  * PERF: 2 and 4 threads as ranks, 2 processors of a Zen 5, 8/2 heads of 64 in f32, 1 to 1024 new
  * and 0 to 32768 cached tokens, messages copied: 1 MB to a rank takes 40 to 90 us where caches hold
- * it, of keys and of partial results alike, and each stage of received keys some 9 us more. What is
- * chosen takes at most 1.09 times as long as the other; by bytes alone, with partial results three
+ * it, of keys and of partial results alike, and each stage of received keys about 9 us more. The
+ * choice takes at most 1.09 times as long as the other; by bytes alone, with partial results three
  * times, it took up to 1.23. */
 #define RA__TRAVEL_BYTES_S 12.5e9
 #define RA__TRAVEL_STAGE_S 9e-6
@@ -22098,7 +22098,7 @@ static ra__travel_times ra__travel_time(const ra_cache *c, const ra__travel_cost
 
 /* What travels: keys if that takes less time and there is memory for them. Every rank makes the
  * same choice. Where memory is shared keys do not move: PASS_KV if its portions occupy all ranks.
- * In the form of decoding each rank had better read the keys that are near it. */
+ * In the form of decoding it is faster if each rank reads the keys that are near it. */
 static int32_t ra__cache_travels(const ra_cache *c) {
     ra__travel_cost x;
     ra__travel_times t;
@@ -23032,8 +23032,8 @@ static int64_t ra__cache_dims(const ra_cache *c) {
 }
 
 /* Attends a portion to rows [row[0], row[1]) of a lane (-1: to the keys at these positions) in the
- * form of prefill. The sums go to *to,
- * or if `merges`, because the tree merges them next, directly into to[-1].
+ * form of prefill. The sums go to *to, or if `merges` directly into to[-1], with which the tree
+ * merges them next.
  * PERF: panel by panel, while they are in level 1. Zen 5, 256 tokens of 32/8 heads, D 128, bf16, 4
  * lanes, one thread: 4.0 -> 3.7 ms; over 1024 tokens 13.8 -> 13.6. */
 static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
