@@ -41,13 +41,11 @@ static ra_status append(cache *c, int64_t from, int64_t to) {
 /* Attends the queries [from, from + tokens) to the tokens in the cache. */
 static ra_status attend(const cache *c, int64_t from, int64_t tokens, void *out) {
     ra_error why = {0};
-    ra_desc d = {0};
+    ra_desc d = ra_desc_make(HEADS, KV_HEADS, DIM, RA_F32, RA_MASK_CAUSAL);
     ra_tensors t = {0};
     d.tokens = tokens; d.q_offset = from; d.kv_tokens = c->count;
-    d.q_heads = HEADS; d.kv_heads = KV_HEADS; d.k_dim = d.v_dim = DIM;
-    d.q_dtype = d.o_dtype = RA_F32;
     d.k_dtype = d.v_dtype = c->dtype;
-    d.mask.kind = RA_MASK_CAUSAL; d.mask.window = WINDOW;
+    d.mask.window = WINDOW;
     d.error = &why;
     t.q.data = q[from]; t.k.data = c->k; t.v.data = c->v; t.o.data = out;
     const ra_status s = ra_attention(&d, &t, NULL, 0, 0, 1);   /* one thread, on its stack */

@@ -246,15 +246,11 @@ static void shard_tensors(const shard *s, ra_tensors *t) {
 }
 
 static void describe(ra_desc *d, const text *x, ra_error *error) {
-    memset(d, 0, sizeof *d);
+    *d = ra_desc_make(HEADS, HEADS, KEY_DIM, RA_F32, RA_MASK_CAUSAL);
     d->tokens = x->count;
-    d->q_heads = d->kv_heads = HEADS;
-    d->k_dim = KEY_DIM;
     d->v_dim = x->v_dim;
-    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
     d->scores = RA_SCORE_ALIBI;
     d->scale = 1;                      /* the queries include the sharpness */
-    d->mask.kind = RA_MASK_CAUSAL;
     d->layout.kind = RA_LAYOUT_ZIGZAG;
     d->error = error;
 }

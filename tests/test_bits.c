@@ -220,16 +220,13 @@ TEST(panels_of_head_rows) {
     ra_convert(half[1], RA_BF16, k, RA_F32, K * HKV * D);
     ra_convert(half[2], RA_BF16, v, RA_F32, K * HKV * D);
     for (int64_t i = 0; i < 2 * 3 * (RA_ISA_NEON + 1); i++) {
-        ra_desc d = { 0 };
+        ra_desc d = ra_desc_make(HQ, HKV, D, i % 2 ? RA_BF16 : RA_F32, RA_MASK_CAUSAL);
         ra_tensors t = { 0 };
         d.isa = (int32_t)(i / 6);
         if (!h_case(i) || !ra_isa_available(d.isa)) continue;
         d.tokens = h_range(&r, 5, T);
         d.q_offset = K - T;
-        d.q_heads = HQ; d.kv_heads = HKV; d.k_dim = d.v_dim = D;
-        d.q_dtype = d.k_dtype = d.v_dtype = i % 2 ? RA_BF16 : RA_F32;
         d.o_dtype = RA_F32;
-        d.mask.kind = RA_MASK_CAUSAL;
         d.mask.window = i % 3 ? 70 : 0;
         t.q.data = i % 2 ? (void *)half[0] : q;
         t.k.data = i % 2 ? (void *)half[1] : k;

@@ -395,16 +395,12 @@ TEST(rows_that_fit_the_stack) {
     static uint8_t room[32 * 1024 * 4];
     static float q[32 * 1024], o[32 * 1024];
     for (int i = 0; i < 5; i++) for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) {
-        ra_desc d = { 0 };
+        ra_desc d = ra_desc_make(1, 1, i ? 128 : 256, RA_F32, RA_MASK_CAUSAL);
         ra_tensors t = { 0 };
         if (!ra_isa_available(isa)) continue;
         d.tokens = 32;
-        d.q_heads = d.kv_heads = 1;
-        d.k_dim = d.v_dim = i ? 128 : 256;
-        d.q_dtype = d.o_dtype = RA_F32;
         d.k_dtype = dtypes[i][0];
         d.v_dtype = dtypes[i][1];
-        d.mask.kind = RA_MASK_CAUSAL;
         d.isa = isa;
         t.q.data = q; t.k.data = t.v.data = room; t.o.data = o;
         CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);

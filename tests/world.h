@@ -508,7 +508,7 @@ static inline void stale_maxima(const problem *p, int32_t isa, int rise, float l
     uint8_t *data[3];
     float *m = (float *)malloc((size_t)(rows * 2 + n) * sizeof *m);
     int64_t kept = 0, raised = 0;
-    ra_desc d = { 0 };
+    ra_desc d = ra_desc_make(1, 1, p->Dk, p->q_dtype, RA_MASK_NONE);
     ra_tensors t = { 0 };
     ra_state state;
     size_t bytes;
@@ -518,10 +518,7 @@ static inline void stale_maxima(const problem *p, int32_t isa, int rise, float l
         data[i] = (uint8_t *)malloc((size_t)(n * size));
         for (int64_t j = 0; j < n; j++) dtype_store(data[i] + j * size, from[j], p->q_dtype);
     }
-    d.q_heads = d.kv_heads = 1; d.k_dim = d.v_dim = p->Dk; d.tokens = rows; d.scale = 1;
-    d.q_dtype = d.k_dtype = d.v_dtype = p->q_dtype; d.o_dtype = RA_F32;
-    d.mask.kind = RA_MASK_NONE;
-    d.isa = isa;
+    d.tokens = rows; d.scale = 1; d.o_dtype = RA_F32; d.isa = isa;
     t.q.data = data[0]; t.k.data = data[1]; t.v.data = data[2];
     state.m = m; state.l = m + rows; state.acc = m + 2 * rows;
     bytes = ra_attention_bytes(&d, 1);

@@ -48,16 +48,12 @@ static inline ring_numbers ring_numbers_in(const ring_task *t, float *all) {
 
 static inline void ring_describe(ra_desc *d, const ring_task *t, int rank, int ranks,
                                  ra_error *error) {
-    memset(d, 0, sizeof *d);
+    *d = ra_desc_make(t->heads, t->kv_heads, t->dim, RA_F32,
+                      t->full ? RA_MASK_NONE : RA_MASK_CAUSAL);
     d->train = 1;
     d->rank = rank;
     d->ranks = ranks;
     d->tokens = t->tokens;
-    d->q_heads = t->heads;
-    d->kv_heads = t->kv_heads;
-    d->k_dim = d->v_dim = t->dim;
-    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
-    d->mask.kind = t->full ? RA_MASK_NONE : RA_MASK_CAUSAL;
     d->layout.kind = RA_LAYOUT_ZIGZAG;
     d->chunk_tokens = t->chunk_tokens;
     d->error = error;
