@@ -71,6 +71,15 @@ __attribute__((format(printf, 1, 2))) static inline void h_context(const char *f
     va_end(args);
 }
 
+/* Adds to the description. */
+__attribute__((format(printf, 1, 2))) static inline void h_more(const char *format, ...) {
+    const size_t n = strlen(h_run.context);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(h_run.context + n, sizeof h_run.context - n, format, args);
+    va_end(args);
+}
+
 /* Counts a failure and prints where; the first of a test also prints the case and how to rerun. */
 static inline void h_fail(h_site at, const char *message) {
     printf("%s:%d: %s: %s: %s\n", at.file, at.line, h_run.test, at.what, message);

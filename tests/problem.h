@@ -561,21 +561,16 @@ static inline void variant(setup *s, h_rng *r, int ranks) {
 }
 
 /* -------------------------------------------------------------------------- one line per case */
-static inline int mask_text(const ra_mask *m, char *out, size_t room) {
+static inline void describe_mask(const ra_mask *m) {
     static const char *const kinds[4] = { "unset", "none", "causal", "intervals" };
-    int n = snprintf(out, room, "mask %s", kinds[m->kind & 3]), i;
-    if (m->causal_block) n += snprintf(out + n, room - (size_t)n, " block %d", m->causal_block);
-    if (m->window) n += snprintf(out + n, room - (size_t)n, " window %lld", (long long)m->window);
-    if (m->right_limit) {
-        n += snprintf(out + n, room - (size_t)n, " right %lld", (long long)m->right_limit);
-    }
-    if (m->prefix) n += snprintf(out + n, room - (size_t)n, " prefix %lld", (long long)m->prefix);
-    if (m->keep) n += snprintf(out + n, room - (size_t)n, " keep %lld", (long long)m->keep);
-    for (i = 0; i < m->doc_count; i++) {
-        n += snprintf(out + n, room - (size_t)n, i ? ",%lld" : " docs %lld",
-                      (long long)m->doc_first[i]);
-    }
-    return n;
+    h_more("mask %s", kinds[m->kind & 3]);
+    if (m->causal_block) h_more(" block %d", m->causal_block);
+    if (m->window) h_more(" window %lld", (long long)m->window);
+    if (m->right_limit) h_more(" right %lld", (long long)m->right_limit);
+    if (m->prefix) h_more(" prefix %lld", (long long)m->prefix);
+    if (m->keep) h_more(" keep %lld", (long long)m->keep);
+    for (int64_t i = 0; i < m->doc_count; i++)
+        h_more("%s%lld", i ? "," : " docs ", (long long)m->doc_first[i]);
 }
 
 static inline void describe_case(const problem *p, const setup *s) {
@@ -586,41 +581,31 @@ static inline void describe_case(const problem *p, const setup *s) {
                                           "array" };
     static const char *const strides[6] = { "packed", "padded", "3C", "permuted", "inner",
                                             "mixed" };
-    char *out = h_run.context;
-    size_t room = sizeof h_run.context;
-    int n = snprintf(out, room, "B %d Tq", p->B), b;
-    for (b = 0; b < p->B; b++) {
-        n += snprintf(out + n, room - (size_t)n, b ? ",%lld" : " %lld", (long long)p->tq[b]);
-    }
-    n += snprintf(out + n, room - (size_t)n, " Tk");
-    for (b = 0; b < p->B; b++) {
-        n += snprintf(out + n, room - (size_t)n, b ? ",%lld" : " %lld", (long long)p->tk[b]);
-    }
-    n += snprintf(out + n, room - (size_t)n, " offset %lld heads %d/%d dims %d/%d ",
-                  (long long)p->q_offset, p->Hq, p->Hkv, p->Dk, p->Dv);
-    if (p->v_in_k) n += snprintf(out + n, room - (size_t)n, "v in k at %d ", p->v_column);
-    n += snprintf(out + n, room - (size_t)n, "qkvo %c%c%c%c ", dtypes[p->q_dtype],
-                  dtypes[p->k_dtype], dtypes[p->v_dtype], dtypes[p->o_dtype]);
-    n += mask_text(&p->mask, out + n, room - (size_t)n);
-    if (p->scale != 0) n += snprintf(out + n, room - (size_t)n, " scale %g", (double)p->scale);
-    if (p->softcap != 0) n += snprintf(out + n, room - (size_t)n, " cap %g", (double)p->softcap);
-    if (p->scores & RA_SCORE_ALIBI) n += snprintf(out + n, room - (size_t)n, " alibi");
-    if (p->scores & RA_SCORE_SINKS) n += snprintf(out + n, room - (size_t)n, " sinks");
-    if (p->scores & RA_SCORE_BIAS) {
-        n += snprintf(out + n, room - (size_t)n, " bias %d%d%d%d keys %lld", p->bias_b, p->bias_h,
-                      p->bias_r, p->bias_k, (long long)p->bias_keys);
-    }
-    n += snprintf(out + n, room - (size_t)n, " | %s%s P %d chunk %d buffers %d%s %s strides %s",
-                  kinds[s->layout], s->weighted ? " weighted" : "", s->ranks, s->chunk_tokens,
-                  s->buffers, s->order ? " rounds" : "",
-                  s->any_isa ? "mixed" : ra_isa_name(s->isa), strides[s->strides]);
-    n += snprintf(out + n, room - (size_t)n, " %s %s threads %d passes %d%s%s", wires[s->wire],
-                  calls[s->call], s->threads, s->passes, s->exact ? " exact" : "",
-                  s->no_lse ? " no lse" : "");
-    if (s->shift) snprintf(out + n, room - (size_t)n, " shift %lld", (long long)s->shift);
-    if (h_run.verbose && h_run.case_now >= 0) {
-        printf("%s %lld: %s\n", h_run.test, (long long)h_run.case_now, out);
-    }
+    h_context("B %d Tq", p->B);
+    for (int b = 0; b < p->B; b++) h_more("%s%lld", b ? "," : " ", (long long)p->tq[b]);
+    for (int b = 0; b < p->B; b++) h_more("%s%lld", b ? "," : " Tk ", (long long)p->tk[b]);
+    h_more(" offset %lld heads %d/%d dims %d/%d ", (long long)p->q_offset, p->Hq, p->Hkv, p->Dk,
+           p->Dv);
+    if (p->v_in_k) h_more("v in k at %d ", p->v_column);
+    h_more("qkvo %c%c%c%c ", dtypes[p->q_dtype], dtypes[p->k_dtype], dtypes[p->v_dtype],
+           dtypes[p->o_dtype]);
+    describe_mask(&p->mask);
+    if (p->scale != 0) h_more(" scale %g", (double)p->scale);
+    if (p->softcap != 0) h_more(" cap %g", (double)p->softcap);
+    if (p->scores & RA_SCORE_ALIBI) h_more(" alibi");
+    if (p->scores & RA_SCORE_SINKS) h_more(" sinks");
+    if (p->scores & RA_SCORE_BIAS)
+        h_more(" bias %d%d%d%d keys %lld", p->bias_b, p->bias_h, p->bias_r, p->bias_k,
+               (long long)p->bias_keys);
+    h_more(" | %s%s P %d chunk %d buffers %d%s %s strides %s", kinds[s->layout],
+           s->weighted ? " weighted" : "", s->ranks, s->chunk_tokens, s->buffers,
+           s->order ? " rounds" : "", s->any_isa ? "mixed" : ra_isa_name(s->isa),
+           strides[s->strides]);
+    h_more(" %s %s threads %d passes %d%s%s", wires[s->wire], calls[s->call], s->threads,
+           s->passes, s->exact ? " exact" : "", s->no_lse ? " no lse" : "");
+    if (s->shift) h_more(" shift %lld", (long long)s->shift);
+    if (h_run.verbose && h_run.case_now >= 0)
+        printf("%s %lld: %s\n", h_run.test, (long long)h_run.case_now, h_run.context);
 }
 
 static inline void setup_plain(setup *s, int ranks, int32_t layout) {

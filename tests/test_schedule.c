@@ -942,8 +942,7 @@ TEST(last_messages_end_no_series) {
     (void)flat_pass(2, 1);
     for (int r = 0; r < 2; r++) {
         const int64_t tasks = flat_seats[r].plan->forward.task_begin[1];
-        snprintf(h_run.context, sizeof h_run.context, "rank %d: %d tasks, opened %d times", r,
-                 (int)tasks, (int)flat_seats[r].opened);
+        h_context("rank %d: %d tasks, opened %d times", r, (int)tasks, (int)flat_seats[r].opened);
         CHECK(flat_seats[r].opened <= 2 * tasks);
         if (h_run.verbose) printf("%s\n", h_run.context);
     }

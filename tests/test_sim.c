@@ -1088,7 +1088,7 @@ static void one_difference(int64_t i) {
     disagree(x, diff);
     x->d.rank = odd;
     describe(w);
-    snprintf(h_run.context + strlen(h_run.context), 60, " | difference %d on rank %d", diff, odd);
+    h_more(" | difference %d on rank %d", diff, odd);
     if (make_plans(w, 0) && SOUND(w, ra_plan_create(&plan, &x->d, NULL) == RA_OK)) {
         ra_plan_destroy(w->plan[0][odd]);
         w->plan[0][odd] = plan;
@@ -1177,7 +1177,7 @@ static void one_route(h_rng rng, int ranks, int odd, int other, int way) {
     w->threads = w->patient = 1;
     w->net->expect_faults = 1;
     describe(w);
-    snprintf(h_run.context + strlen(h_run.context), 60, " | route %d of rank %d", other, odd);
+    h_more(" | route %d of rank %d", other, odd);
     if (make_plans(w, 0)) {
         ra_plan_destroy(w->plan[0][odd]);
         SOUND(w, ra_plan_create(&w->plan[0][odd], &x->d, NULL) == RA_OK);
