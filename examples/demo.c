@@ -333,38 +333,27 @@ typedef struct pass {
     char why[720];
 } pass;
 
-typedef struct worker { ra_ring *ring; const ra_job *job; int ith, nth; ra_status status; } worker;
+typedef struct worker { ra_ring *ring; ra_job job; } worker;
 
-/* A thread of a rank that has several. There is no main thread: the first to come begins the
+/* Thread `ith` of a rank that has several. There is no main thread: the first to come begins the
  * pass. */
-static void *work(void *arg) {
-    worker *w = (worker *)arg;
-    while ((w->status = ra_join(w->ring, w->job, w->ith)) > 0)
-        if (w->status == RA_WAIT) ra_step_wait(w->ring, ra_deadline_ms(100));
-    return NULL;
+static ra_status work(ra_world *unused, int ith, void *user) {
+    worker *w = (worker *)user;
+    ra_status status;
+    (void)unused;
+    while ((status = ra_join(w->ring, &w->job, ith)) > 0)
+        if (status == RA_WAIT) ra_step_wait(w->ring, ra_deadline_ms(100));
+    return status;
 }
 
+/* ra_world_run starts the threads here: they are no ranks and send nothing. */
 static ra_status forward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t, int threads) {
-    pthread_t thread[MAX_RANKS];
-    worker w[MAX_RANKS];
-    ra_job job = {0};
-    ra_status status = RA_OK;
-    int started = 1;
+    worker w = {ring, {0}};
     if (threads == 1) return ra_forward(plan, ring, t, RA_NO_DEADLINE);
-    job.ticket = 1;
-    job.plan = plan;
-    job.tensors = t;
-    for (int i = 0; i < threads; i++) {
-        worker one = {ring, &job, i, threads, RA_OK};
-        w[i] = one;
-    }
-    for (; started < threads; started++)
-        if (pthread_create(&thread[started], NULL, work, &w[started])) break;
-    work(&w[0]);
-    for (int i = 1; i < started; i++) pthread_join(thread[i], NULL);
-    for (int i = 0; i < started; i++)
-        if (w[i].status < 0) status = w[i].status;
-    return status;
+    w.job.ticket = 1;
+    w.job.plan = plan;
+    w.job.tensors = t;
+    return ra_world_run(threads, work, &w, NULL);
 }
 
 /* Rows of this rank to their places in the whole. */
@@ -474,38 +463,24 @@ typedef struct caller {
     const ra_tensors *t;
     void *workspace;
     size_t bytes;
-    int ith, nth;
-    ra_status status;
+    int nth;
 } caller;
 
-static void *call(void *arg) {
-    caller *c = (caller *)arg;
-    c->status = ra_attention(c->d, c->t, c->workspace, c->bytes, c->ith, c->nth);
-    return NULL;
+static ra_status call(ra_world *unused, int ith, void *user) {
+    const caller *c = (const caller *)user;
+    (void)unused;
+    return ra_attention(c->d, c->t, c->workspace, c->bytes, ith, c->nth);
 }
 
-/* ra_attention on nth threads; returns nanoseconds. The shares of threads that could not be started
- * are computed here, because no thread waits for another. */
+/* ra_attention on nth threads; returns nanoseconds. */
 static int64_t attend(const ra_desc *d, const ra_tensors *t, int nth) {
-    pthread_t thread[MAX_RANKS];
-    caller c[MAX_RANKS];
-    int started = 1;
-    size_t bytes = ra_attention_bytes(d, nth);
-    void *workspace = get(bytes, 1);
+    caller c = {d, t, NULL, ra_attention_bytes(d, nth), nth};
+    c.workspace = get(c.bytes, 1);
     int64_t begin = ra_now_ns();
-    for (int i = 0; i < nth; i++) {
-        caller one = {d, t, workspace, bytes, i, nth, RA_OK};
-        c[i] = one;
-    }
-    for (; started < nth; started++)
-        if (pthread_create(&thread[started], NULL, call, &c[started])) break;
-    for (int i = started; i < nth; i++) call(&c[i]);
-    call(&c[0]);
-    for (int i = 1; i < started; i++) pthread_join(thread[i], NULL);
+    ra_status status = ra_world_run(nth, call, &c, NULL);
     int64_t ns = ra_now_ns() - begin;
-    free(workspace);
-    for (int i = 0; i < nth; i++)
-        if (c[i].status != RA_OK) fail(ra_status_text(c[i].status), d->error->text);
+    free(c.workspace);
+    if (status != RA_OK) fail(ra_status_text(status), d->error->text);
     return ns;
 }
 
