@@ -9633,9 +9633,16 @@ static void ra__page_copy(const ra__paged *p, const ra__view *v, int64_t row, in
 }
 
 /* Rows of `heads` adjacent heads; one sequence. */
-static ra__view ra__view_packed(const uint8_t *data, int32_t heads, int32_t dim, int32_t dtype) {
+static ra__view ra__view_packed(const void *data, int32_t heads, int32_t dim, int32_t dtype) {
     const int64_t row = ra__row_bytes(dtype, dim);
-    const ra__view v = { data, 0, row * heads, row };
+    const ra__view v = { (const uint8_t *)data, 0, row * heads, row };
+    return v;
+}
+
+/* Sums [B][rows][heads][dim], f32. */
+static ra__view ra__view_sums(const float *data, int64_t rows, int32_t heads, int32_t dim) {
+    ra__view v = ra__view_packed(data, heads, dim, RA_F32);
+    v.batch = rows * v.token;
     return v;
 }
 
@@ -13529,10 +13536,10 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     ra__side_whole(&c.k_side, &c.d, 1, RA_LAYOUT_CONTIGUOUS);
     c.w.order = RA_ORDER_ASCENDING;
     c.w.clear = c.w.finish = 1;
-    c.w.q = ra__view_packed((const uint8_t *)q, n_heads, head_dim, RA_F32);
-    c.w.o = ra__view_packed((const uint8_t *)out, n_heads, head_dim, RA_F32);
-    c.kv[0] = ra__view_packed((const uint8_t *)k, n_kv_heads, head_dim, RA_F32);
-    c.kv[1] = ra__view_packed((const uint8_t *)v, n_kv_heads, head_dim, RA_F32);
+    c.w.q = ra__view_packed(q, n_heads, head_dim, RA_F32);
+    c.w.o = ra__view_packed(out, n_heads, head_dim, RA_F32);
+    c.kv[0] = ra__view_packed(k, n_kv_heads, head_dim, RA_F32);
+    c.kv[1] = ra__view_packed(v, n_kv_heads, head_dim, RA_F32);
     c.w.acc = c.w.o;
     const int decode = ra__decodes(&c.d);
     const int64_t bytes = decode ? ra__decode_bytes_of(&c.d, 1, ra__decode_rows_of(&c)) : 0;
@@ -13552,8 +13559,7 @@ static ra_status ra__state_use(const ra_state *s, ra__local *c, ra_error *e) {
     c->w.ml_head = 1;
     c->w.ml_row = c->d.q_heads;
     c->w.ml_batch = c->d.tokens * c->w.ml_row;
-    c->w.acc = ra__view_packed((const uint8_t *)s->acc, c->d.q_heads, c->d.v_dim, RA_F32);
-    c->w.acc.batch = c->d.tokens * c->w.acc.token;
+    c->w.acc = ra__view_sums(s->acc, c->d.tokens, c->d.q_heads, c->d.v_dim);
     return RA_OK;
 }
 
@@ -13655,8 +13661,8 @@ static void ra__back_run_piece(const ra__back_local *l, ra__back_slice *p, ra__b
     const int twice = l->b.square && l->c.w.order != RA_ORDER_DESCENDING;
     const float *dk = p->want_k && l->d_kv[0].data ? m->dk : NULL;
     const float *dv = p->want_k && l->d_kv[1].data ? m->dv : NULL;
-    const ra__view sums[2] = { ra__view_packed((const uint8_t *)dk, 1, d->k_dim, RA_F32),
-                               ra__view_packed((const uint8_t *)dv, 1, d->v_dim, RA_F32) };
+    const ra__view sums[2] = { ra__view_sums(dk, 0, 1, d->k_dim),
+                               ra__view_sums(dv, 0, 1, d->v_dim) };
     ra__grads g;
     ra__item item;
     memset(&g, 0, sizeof g);
@@ -13665,8 +13671,7 @@ static void ra__back_run_piece(const ra__back_local *l, ra__back_slice *p, ra__b
     if (!(p->want_q && l->b.d_q.data) &&
         !(p->want_k && (l->d_kv[0].data || l->d_kv[1].data)) && !g.bias)
         return;
-    if (p->want_q && l->b.d_q.data)
-        g.dq = ra__view_packed((const uint8_t *)m->dq, group, d->k_dim, RA_F32);
+    if (p->want_q && l->b.d_q.data) g.dq = ra__view_sums(m->dq, 0, group, d->k_dim);
     ra__slice_keys(&l->c.w, p, &l->c.k_side, l->c.kv, sums, 0, &item, &g);
     ra__slice_blocks(d, p, ra__side_blocks(&l->c.w.q_side, p->t.sequence));
     if (p->want_k) ra__grads_clear(d, &item.c, &g);
@@ -13738,11 +13743,9 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
     ra__back_slice p;
     ra__grads g;
     ra__item item;
-    ra__view sums[2] = {               /* the caller's, packed, of all keys */
-        ra__view_packed((const uint8_t *)into->d_k, d->kv_heads, d->k_dim, RA_F32),
-        ra__view_packed((const uint8_t *)into->d_v, d->kv_heads, d->v_dim, RA_F32)
-    };
-    for (int32_t i = 0; i < 2; i++) sums[i].batch = ra__k_most(d) * sums[i].token;
+    const ra__view dq = ra__view_sums(into->d_q, d->tokens, d->q_heads, d->k_dim);
+    const ra__view sums[2] = { ra__view_sums(into->d_k, ra__k_most(d), d->kv_heads, d->k_dim),
+                               ra__view_sums(into->d_v, ra__k_most(d), d->kv_heads, d->v_dim) };
     ra__back_memory_carve(&a, d, &m);
     m.x.phase = RA__BOTH;
     l->c.w.ml_head = 1;
@@ -13756,11 +13759,7 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
         p.t.sequence = (int32_t)(i / d->kv_heads);
         p.t.kv_head = (int32_t)(i % d->kv_heads);
         ra__slice_blocks(d, &p, ra__side_blocks(&l->c.w.q_side, p.t.sequence));
-        if (into->d_q) {
-            g.dq = ra__view_packed((const uint8_t *)into->d_q, d->q_heads, d->k_dim, RA_F32);
-            g.dq.batch = d->tokens * g.dq.token;
-            g.dq = ra__view_at(g.dq, p.t.sequence, 0, p.t.kv_head * group);
-        }
+        g.dq = ra__view_at(dq, p.t.sequence, 0, p.t.kv_head * group);
         ra__slice_keys(&l->c.w, &p, &l->c.k_side, l->c.kv, sums, p.t.kv_head, &item, &g);
         ra__back_task(&l->b, &p.t, &item, &g, &m.x);
     }
@@ -19093,9 +19092,9 @@ static void ra__ring_key_item(const ra_ring *r, const ra__back_slice *s, ra__ite
                               ra__grads *g) {
     const ra_desc *d = &r->plan->d;
     ra__side side = ra__plan_side(r->plan, 1, r->rank);
-    ra__view sums[2] = { ra__view_packed((const uint8_t *)r->dk, d->kv_heads, d->k_dim, RA_F32),
-                         ra__view_packed((const uint8_t *)r->dv, d->kv_heads, d->v_dim, RA_F32) };
-    for (int32_t j = 0; j < 2; j++) sums[j].batch = r->plan->sizes.key_rows * sums[j].token;
+    const int64_t rows = r->plan->sizes.key_rows;
+    const ra__view sums[2] = { ra__view_sums(r->dk, rows, d->kv_heads, d->k_dim),
+                               ra__view_sums(r->dv, rows, d->kv_heads, d->v_dim) };
     ra__slice_keys(&r->work, s, &side, r->kv, sums, s->t.kv_head, item, g);
 }
 
@@ -19294,7 +19293,7 @@ static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory
     const int stay_first = at->index == 0, stay_last = at->last;
     ra__back_hand *h = &desk->hand.back;
     ra__arena a = { memory, 0 };
-    ra__view dq = ra__view_packed((const uint8_t *)r->dq, d->q_heads, d->k_dim, RA_F32);
+    ra__view dq = ra__view_sums(r->dq, r->plan->report.q_rows, d->q_heads, d->k_dim);
     int64_t blocks = ra__side_blocks(&r->work.q_side, b);
     memset(h, 0, sizeof *h);
     ra__back_carve(&a, d, 0, &h->x);
@@ -19304,7 +19303,6 @@ static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory
     }
     if (q) blocks = any ? ra__chunk_blocks(&h->p.c) : 0;
     h->s = ra__ring_slice(r, b, desk->claim.task - r->lists->task_begin[b], blocks);
-    dq.batch = r->plan->report.q_rows * dq.token;
     if (q) dq = ra__view_packed(h->p.sums, d->q_heads, d->k_dim, RA_F32);
     if (h->s.want_q && (q || r->back.d_q.data))
         h->g.dq = ra__view_at(dq, q ? 0 : b, 0, h->s.t.kv_head * group);
@@ -19712,13 +19710,8 @@ static void ra__begin_work(ra_ring *r, const ra_plan *p) {
     w->ml_row = 1;
     w->ml_head = rows;
     w->ml_batch = rows * p->d.q_heads;
-    if (p->d.o_dtype == RA_F32) {
-        w->acc = w->o;
-    } else {
-        const uint8_t *own = w->acc.data;
-        w->acc = ra__view_packed(own, p->d.q_heads, p->d.v_dim, RA_F32);
-        w->acc.batch = rows * w->acc.token;
-    }
+    w->acc = p->d.o_dtype == RA_F32 ? w->o : ra__view_sums(ra__view_floats(w->acc), rows,
+                                                           p->d.q_heads, p->d.v_dim);
 }
 
 /* Sets the counters and queues of a new pass. */
