@@ -9818,21 +9818,38 @@ static ra_status ra__view_check(const ra__tensor *x, ra__view *out, ra_error *e)
     return any ? ra__check_strides(x, step, row, e) : RA_OK;
 }
 
-/* The view of tensor `which` of a call. */
-RA__INLINE ra_status ra__check_tensor(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                  int which, ra__view *out, ra_error *e) {
-    ra__tensor x;
-    ra__tensor_of(d, t, rows, which, &x);
-    return ra__view_check(&x, out, e);
+/* The memory of a tensor: from its first byte to its last. */
+typedef struct ra__extent { uintptr_t first; int64_t bytes; } ra__extent;
+
+RA__INLINE ra__extent ra__extent_of(const ra__tensor *x, const ra__view *v) {
+    ra__extent r = { (uintptr_t)x->in.data, 0 };
+    if (!x->in.data || !x->rows || !x->batch) return r;
+    const uint64_t bytes = (uint64_t)((x->heads - 1) * v->head) +    /* each below 2^62 */
+                           (uint64_t)((x->rows - 1) * v->token) +
+                           (uint64_t)((x->batch - 1) * v->batch) +
+                           (uint64_t)ra__row_bytes(x->dtype, x->dim);
+    r.bytes = bytes < INT64_MAX ? (int64_t)bytes : INT64_MAX;
+    return r;
 }
 
-/* The views of K and V. */
-static ra_status ra__check_keys(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                ra__view kv[2], ra_error *e) {
-    ra_status s = ra__check_tensor(d, t, rows, RA__TENSOR_K, &kv[0], e);
-    kv[1] = kv[0];
-    if (!s && !d->v_in_k) s = ra__check_tensor(d, t, rows, RA__TENSOR_V, &kv[1], e);
+/* Writes the view of tensor `which` of a call and, if r is not null, its extent to r[which]. */
+RA__INLINE ra_status ra__check_tensor(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                  int which, ra__view *out, ra__extent *r, ra_error *e) {
+    ra__tensor x;
+    ra__tensor_of(d, t, rows, which, &x);
+    const ra_status s = ra__view_check(&x, out, e);
+    if (!s && r) r[which] = ra__extent_of(&x, out);
     return s;
+}
+
+/* The same for K and V. */
+static ra_status ra__check_keys(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                ra__view kv[2], ra__extent *r, ra_error *e) {
+    const ra_status s = ra__check_tensor(d, t, rows, RA__TENSOR_K, &kv[0], r, e);
+    kv[1] = kv[0];
+    if (r) r[RA__TENSOR_V].bytes = 0;
+    if (s || d->v_in_k) return s;
+    return ra__check_tensor(d, t, rows, RA__TENSOR_V, &kv[1], r, e);
 }
 
 /* Memory in pieces of `bytes` without gaps, and the steps between them, the shortest first. */
@@ -9899,29 +9916,7 @@ static int ra__regions_meet(const ra__region *a, int32_t na, const ra__region *b
     return 0;
 }
 
-/* From the first byte of a tensor that has been accepted to its last; 0 bytes: it has none. */
-typedef struct ra__extent { uintptr_t first; int64_t bytes; } ra__extent;
-
-RA__INLINE ra__extent ra__extent_of(const ra__tensor *x, const ra__view *v) {
-    ra__extent r = { (uintptr_t)x->in.data, 0 };
-    if (!x->in.data || !x->rows || !x->batch) return r;
-    const uint64_t bytes = (uint64_t)((x->heads - 1) * v->head) +    /* each below 2^62 */
-                           (uint64_t)((x->rows - 1) * v->token) +
-                           (uint64_t)((x->batch - 1) * v->batch) +
-                           (uint64_t)ra__row_bytes(x->dtype, x->dim);
-    r.bytes = bytes < INT64_MAX ? (int64_t)bytes : INT64_MAX;
-    return r;
-}
-
-/* Sets r[which] for a tensor of a call that has been accepted with this view. */
-RA__INLINE void ra__extent_note(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                int which, const ra__view *v, ra__extent *r) {
-    ra__tensor x;
-    ra__tensor_of(d, t, rows, which, &x);
-    r[which] = ra__extent_of(&x, v);
-}
-
-/* Two tensors of a call, b `gap` bytes after a, share memory. */
+/* 1: two tensors of a call share memory. b begins `gap` bytes after a. */
 RA__NOINLINE int ra__tensors_meet(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                   int a, int b, int64_t gap) {
     ra__tensor x, y;
@@ -9933,13 +9928,15 @@ RA__NOINLINE int ra__tensors_meet(const ra_desc *d, const ra_tensors *t, const i
     return ra__regions_meet(&p, p.steps, &q, q.steps, gap);
 }
 
-/* Tensor `which`, which is written, must not share memory with those before it. */
-RA__INLINE ra_status ra__check_apart(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                     int which, const ra__extent *r, ra_error *e) {
+/* The same for an output. It must not overlap the tensors before it in r, which have extents. */
+RA__INLINE ra_status ra__check_output(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                      int which, ra__view *out, ra__extent *r, ra_error *e) {
     static const char *const text[RA__TENSORS] = {         /* they end with the field */
         "overlaps t.q", "overlaps t.k", "overlaps t.v", "overlaps t.o", "overlaps t.lse",
         "overlaps t.d_o", "overlaps t.d_q", "overlaps t.d_k", "overlaps t.d_v",
     };
+    const ra_status s = ra__check_tensor(d, t, rows, which, out, r, e);
+    if (s || !r) return s;
     for (int i = 0; i < which && r[which].bytes; i++) {
         const int64_t gap = (int64_t)(r[i].first - r[which].first);
         if (!r[i].bytes || gap >= r[which].bytes || -gap >= r[i].bytes) continue;
@@ -10120,61 +10117,27 @@ static ra_status ra__check_table(const ra_desc *d, const ra_pages *p, int32_t b,
     return RA_OK;
 }
 
-/* Checks what comes with a call of rows[0] queries and rows[1] keys, except outputs; writes the
- * views of q (to w), k and v. */
+/* Checks what comes with a call of rows[0] queries and rows[1] keys, except outputs. Writes the
+ * views of q (to w), k and v, and their extents to r. */
 static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                   ra__work *w, ra__view kv[2], ra_error *e) {
+                                   ra__work *w, ra__view kv[2], ra__extent *r, ra_error *e) {
     ra_status s = ra__check_scores(d, t, rows[0], e);
     if (!s) s = ra__check_pages(d, &t->pages, e);
-    if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_Q, &w->q, e);
-    if (!s) s = ra__check_keys(d, t, rows, kv, e);
+    if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_Q, &w->q, r, e);
+    if (!s) s = ra__check_keys(d, t, rows, kv, r, e);
     if (!s && d->v_in_k && t->v.data)
         return ra__refuse(e, RA_E_SHAPE, "t.v", "must be {0} because v_in_k is #", d->v_in_k);
     return s;
 }
 
-/* Writes the views of o and, if it is requested, lse to w. */
-static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, int64_t rows,
-                                   ra__work *w, ra_error *e) {
-    const int64_t n[2] = { rows, 0 };
-    ra_status s = ra__check_tensor(d, t, n, RA__TENSOR_O, &w->o, e);
+/* Writes the views of o and, if it is requested, lse to w. r: the extents of q, k and v for a
+ * forward call, which writes o and lse; null for others. */
+static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                   ra__work *w, ra__extent *r, ra_error *e) {
+    const ra_status s = ra__check_output(d, t, rows, RA__TENSOR_O, &w->o, r, e);
     memset(&w->lse, 0, sizeof w->lse);
-    if (!s && t->lse.data) s = ra__check_tensor(d, t, n, RA__TENSOR_LSE, &w->lse, e);
-    return s;
-}
-
-/* What a forward call writes must not overlap what it reads. All tensors have been accepted. */
-static ra_status ra__check_forward(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                   const ra__work *w, const ra__view kv[2], ra_error *e) {
-    ra__extent r[RA__TENSOR_LSE + 1];
-    ra_status s;
-    ra__extent_note(d, t, rows, RA__TENSOR_Q, &w->q, r);
-    ra__extent_note(d, t, rows, RA__TENSOR_K, &kv[0], r);
-    ra__extent_note(d, t, rows, RA__TENSOR_V, &kv[1], r);
-    ra__extent_note(d, t, rows, RA__TENSOR_O, &w->o, r);
-    s = ra__check_apart(d, t, rows, RA__TENSOR_O, r, e);
-    if (s || !t->lse.data) return s;
-    ra__extent_note(d, t, rows, RA__TENSOR_LSE, &w->lse, r);
-    return ra__check_apart(d, t, rows, RA__TENSOR_LSE, r, e);
-}
-
-/* The view of tensor `which` of a backward call, if it has memory, and where that is. */
-static ra_status ra__check_extent(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                  int which, ra__extent *r, ra__view *view) {
-    ra__tensor x;
-    ra_status s = RA_OK;
-    ra__tensor_of(d, t, rows, which, &x);
-    memset(view, 0, sizeof *view);
-    if (x.in.data) s = ra__view_check(&x, view, d->error);
-    r[which] = ra__extent_of(&x, view);
-    return s;
-}
-
-/* The view of a gradient, if it is requested. It must not overlap the tensors before it. */
-static ra_status ra__check_grad(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                int which, ra__extent *r, ra__view *view) {
-    const ra_status s = ra__check_extent(d, t, rows, which, r, view);
-    return s ? s : ra__check_apart(d, t, rows, which, r, d->error);
+    return s || !t->lse.data ? s
+                             : ra__check_output(d, t, rows, RA__TENSOR_LSE, &w->lse, r, e);
 }
 
 static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64_t rows) {
@@ -10207,13 +10170,17 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
     return x.status;
 }
 
-/* Checks what only backward calls have; writes the views of d_o, d_q, d_k and d_v. rows: of
- * queries, of keys. */
+/* Checks what only backward calls have; writes the views of d_o and of the requested d_q, d_k and
+ * d_v, of which the others get null data. */
 static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                  ra__view view[4]) {
+    const void *const grad[3] = { t->d_q.data, t->d_k.data, t->d_v.data };
     ra__extent r[RA__TENSORS];
+    ra__view read[2];
     ra_error *e = d->error;
     ra_status s = RA_OK;
+    memset(view, 0, 4 * sizeof *view);
+    memset(r, 0, sizeof r);
     if (!d->train)
         return ra__refuse(e, RA_E_SHAPE, "train", "must be 1 for gradients, is #", d->train);
     if (rows[0] && !t->lse.data) return ra__refuse(e, RA_E_NULL, "t.lse", "is required", 0);
@@ -10221,21 +10188,17 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
         return ra__refuse(e, RA_E_SHAPE, "t.d_sinks", "is set, but scores lacks RA_SCORE_#",
                           RA_SCORE_SINKS);
     s = ra__check_bias_out(d, t, rows[0]);
-    if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_D_O, &view[0], e);
-    if (s) return s;
-    memset(r, 0, sizeof r);
-    if (t->d_q.data || t->d_k.data || t->d_v.data) {       /* such calls read o and lse */
-        s = ra__check_tensor(d, t, rows, RA__TENSOR_O, &view[1], e);
-        if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_LSE, &view[1], e);
-        for (int i = 0; i < RA__TENSOR_D_Q && !s; i++)
-            s = ra__check_extent(d, t, rows, i, r, &view[1]);
-        if (s) return s;
+    if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_D_O, &view[0], r, e);
+    if (!s && (grad[0] || grad[1] || grad[2])) {           /* such calls read o and lse */
+        s = ra__check_tensor(d, t, rows, RA__TENSOR_O, &read[0], r, e);
+        if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_LSE, &read[0], r, e);
+        if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_Q, &read[0], r, e);
+        if (!s) s = ra__check_keys(d, t, rows, read, r, e);
     }
-    s = ra__check_grad(d, t, rows, RA__TENSOR_D_Q, r, &view[1]);
-    if (!s) s = ra__check_grad(d, t, rows, RA__TENSOR_D_K, r, &view[2]);
     if (!s && d->v_in_k && t->d_v.data)
         return ra__refuse(e, RA_E_SHAPE, "t.d_v", "must be {0} because v_in_k is #", d->v_in_k);
-    if (!s) s = ra__check_grad(d, t, rows, RA__TENSOR_D_V, r, &view[3]);
+    for (int i = 0; i < 3 && !s; i++)
+        if (grad[i]) s = ra__check_output(d, t, rows, RA__TENSOR_D_Q + i, &view[1 + i], r, e);
     return s;
 }
 
@@ -12289,6 +12252,7 @@ typedef struct ra__local {
     ra__cursor q_cursor, k_cursor;     /* of q_side and k_side, with runs */
     ra__view kv[2];
     int64_t rows[2];                   /* query rows, key rows of a tensor per sequence */
+    ra__extent extent[RA__TENSOR_LSE + 1];
     int32_t is_short;                  /* 1: rows of panels are head rows: see ra__may_be_short */
 } ra__local;
 
@@ -12359,7 +12323,7 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
                           ra__add_sat(c->d.q_offset, c->d.tokens));
     s = ra__local_side(&c->d, &t->q_pos, 0, &c->w.q_side, &c->q_cursor);
     if (!s) s = ra__local_side(&c->d, &t->k_pos, 1, &c->k_side, &c->k_cursor);
-    if (!s) s = ra__check_tensors(&c->d, t, c->rows, &c->w, c->kv, e);
+    if (!s) s = ra__check_tensors(&c->d, t, c->rows, &c->w, c->kv, c->extent, e);
     c->w.any_position = ra__positions_set(&t->k_pos);
     c->w.classify_arrays = 1;
     c->w.order = ra__desc_order(&c->d, ra__local_same_counts(c) && !ra__positions_set(&t->q_pos) &&
@@ -13455,8 +13419,7 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     }
     if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     s = ra__local_check(d, t, &c);
-    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
-    if (!s) s = ra__check_forward(&c.d, t, c.rows, &c.w, c.kv, d->error);
+    if (!s) s = ra__check_outputs(&c.d, t, c.rows, &c.w, c.extent, d->error);
     if (!s) s = ra__check_tables_of(&c, d->error);
     if (s) return s;
     c.w.clear = c.w.finish = 1;
@@ -13476,7 +13439,7 @@ typedef struct ra__attend { ra__local c; ra__local_walk walk; } ra__attend;
 static ra_status ra__attend_check(const ra_desc *d, const ra_tensors *t, ra__local *c,
                                   const ra__kernel *kernel) {
     ra_status s = ra__local_check(d, t, c);
-    if (!s) s = ra__check_outputs(&c->d, t, c->rows[0], &c->w, c->d.error);
+    if (!s) s = ra__check_outputs(&c->d, t, c->rows, &c->w, NULL, c->d.error);
     c->w.clear = c->w.finish = 1;
     c->w.kernel = kernel;
     return s;
@@ -13541,11 +13504,7 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     c.kv[0] = ra__view_packed(k, n_kv_heads, head_dim, RA_F32);
     c.kv[1] = ra__view_packed(v, n_kv_heads, head_dim, RA_F32);
     c.w.acc = c.w.o;
-    const int decode = ra__decodes(&c.d);
-    const int64_t bytes = decode ? ra__decode_bytes_of(&c.d, 1, ra__decode_rows_of(&c)) : 0;
-    if (decode && bytes <= RA__STACK_DECODE) ra__decode_on_stack(&c, bytes);
-    else ra__local_on_stack(&c, decode);
-    return RA_OK;
+    return ra__local_go(&c, NULL, 0, ra__alone, ra__decodes(&c.d));
 }
 
 /* Checks a state and points c->w at it. */
@@ -13611,7 +13570,7 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
         return ra__refuse(d->error, RA_E_NULL, "t.sinks", "is null, but scores has RA_SCORE_#",
                           RA_SCORE_SINKS);
     c.w.t = t;
-    status = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
+    status = ra__check_outputs(&c.d, t, c.rows, &c.w, NULL, d->error);
     if (status) return status;
     for (int32_t b = 0; b < c.d.sequences; b++) {
         all.rows = ra__q_len(&c.d, b);
@@ -13795,7 +13754,7 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
     ra_desc mine = *d;
     if (ith > 0 && ith < nth) mine.error = NULL; /* as in ra_attention */
     ra_status s = ra__back_check(&mine, t, &l);
-    if (!s) s = ra__check_outputs(&l.c.d, t, l.c.rows[0], &l.c.w, mine.error);
+    if (!s) s = ra__check_outputs(&l.c.d, t, l.c.rows, &l.c.w, NULL, mine.error);
     if (!s && !t->d_q.data && !t->d_k.data && !t->d_v.data && !t->d_sinks && !t->d_bias.data)
         s = ra__refuse(mine.error, RA_E_NULL, "t.d_q",
                        "is null, and so are all other gradients", 0);
@@ -13815,8 +13774,8 @@ RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *de
     if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
     memset(&d_o, 0, sizeof d_o);
     ra_status s = ra__local_check(d, NULL, &c);
-    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
-    if (!s) s = ra__check_tensor(&c.d, t, c.rows, RA__TENSOR_D_O, &d_o, d->error);
+    if (!s) s = ra__check_outputs(&c.d, t, c.rows, &c.w, NULL, d->error);
+    if (!s) s = ra__check_tensor(&c.d, t, c.rows, RA__TENSOR_D_O, &d_o, NULL, d->error);
     if (s) return s;
     const uint32_t mode = ra__fp_enter();
     for (int32_t b = 0; b < c.d.sequences; b++)
@@ -13842,7 +13801,8 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
     if (!s && l.c.d.v_in_k && g->d_v)
         s = ra__refuse(d->error, RA_E_SHAPE, "grads.d_v", "must be null because v_in_k is #", 1);
     if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, ra__alone, &memory);
-    if (!s) s = ra__check_tensor(&l.c.d, t, l.c.rows, RA__TENSOR_LSE, &l.c.w.lse, d->error);
+    if (!s)
+        s = ra__check_tensor(&l.c.d, t, l.c.rows, RA__TENSOR_LSE, &l.c.w.lse, NULL, d->error);
     if (s) return s;
     l.b.delta = delta;
     ra__fold_back_run(&l, g, memory);
@@ -19675,10 +19635,11 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
     const ra_plan *p = job->plan;
     const ra_tensors *t = job->tensors;
     const int64_t rows[2] = { p->report.q_rows, p->report.k_rows };
-    s = ra__check_tensors(&p->d, t, rows, w, kv, e);
-    if (!s) s = ra__check_outputs(&p->d, t, rows[0], w, e);
-    if (!s) s = job->pass == RA_PASS_BACKWARD ? ra__begin_grads(r, p, t, e)
-                                              : ra__check_forward(&p->d, t, rows, w, kv, e);
+    const int back = job->pass == RA_PASS_BACKWARD;
+    ra__extent extent[RA__TENSOR_LSE + 1];
+    s = ra__check_tensors(&p->d, t, rows, w, kv, extent, e);
+    if (!s) s = ra__check_outputs(&p->d, t, rows, w, back ? NULL : extent, e);
+    if (!s && back) s = ra__begin_grads(r, p, t, e);
     if (s) return s;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) {
         s = ra__check_array(&p->d, &t->q_pos, rows[0], 0, e);
@@ -20645,7 +20606,7 @@ static const ra__refetched *ra__resume_refetch(ra_ring *r, int32_t rank) {
     const int64_t rows[2] = { 0, ra__plan_rows(r->plan, 1, rank) };
     memset(&t, 0, sizeof t);
     ra_status s = x->rd.refetch(x->rd.ctx, r->pass, rank, &t);
-    if (!s) s = ra__check_keys(d, &t, rows, g->kv, &r->refusal);
+    if (!s) s = ra__check_keys(d, &t, rows, g->kv, NULL, &r->refusal);
     if (!s && d->layout.kind == RA_LAYOUT_ARRAY)
         s = ra__check_array(d, &t.k_pos, rows[1], 1, &r->refusal);
     if (s) return NULL;
@@ -21477,7 +21438,7 @@ RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, in
     const int64_t rows[2] = { 0, ra_cache_rows(c) };
     ra_status s = ra__check_pages(&c->d, &t->pages, NULL);
     if (!s) s = ra__check_table(&c->d, &t->pages, sequence, row, NULL);
-    if (!s) s = ra__check_keys(&c->d, t, rows, to, NULL);
+    if (!s) s = ra__check_keys(&c->d, t, rows, to, NULL, NULL);
     if (s) return s;
     for (int i = 0; i < 2; i++) to[i] = ra__cache_cell(c, t, to[i], sequence, at);
     for (int32_t h = 0; h < c->d.kv_heads && !s; h++) {
@@ -22462,6 +22423,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     ra_error *e = &c->why;
     ra__work w;
     ra__view kv[2];
+    ra__extent extent[RA__TENSOR_LSE + 1];
     int64_t rows[2], n;
     uint64_t h = RA__HASH_START;
     ra_status s = ra__cache_check_counts(c, cached, fresh);
@@ -22482,9 +22444,8 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     memset(&w, 0, sizeof w);
     rows[0] = ra__cache_longest(c);
     rows[1] = ra_cache_rows(c);
-    s = ra__check_tensors(d, t, rows, &w, kv, e);
-    if (!s) s = ra__check_outputs(d, t, rows[0], &w, e);
-    if (!s) s = ra__check_forward(d, t, rows, &w, kv, e);
+    s = ra__check_tensors(d, t, rows, &w, kv, extent, e);
+    if (!s) s = ra__check_outputs(d, t, rows, &w, extent, e);
     if (!s) s = ra__cache_check_tables(c, &t->pages);
     if (!s && !ra__tp_turn(&c->tp)) s = ra__crew_no_turn(e, &c->tp, c->call);
     if (s) return s;
