@@ -10918,13 +10918,23 @@ RA__INLINE ra__task ra__task_head(const ra__task *t, int32_t h) {
     return one;
 }
 
-/* Scratch of one thread for our kernels. The heads of a query block share its geometry. */
+/* The query rows of a panel. The heads of a query block share its geometry. */
+typedef struct ra__panel_rows {
+    int32_t sequence, head;
+    ra__seg seg;
+    ra__bounds bounds;
+    ra__rows *own, *geo;               /* memory for a geometry; own or that of a panel before */
+} ra__panel_rows;
+
+/* The rows of the panel in a tensor. */
+RA__INLINE ra__view ra__panel_view(ra__view v, const ra__panel_rows *at) {
+    return ra__view_at(v, at->sequence, at->seg.row, at->head);
+}
+
+/* Scratch of one thread for our kernels. */
 typedef struct ra__scratch {
     ra__panel panel[RA__PANELS];
-    ra__rows *rows[RA__PANELS];
-    ra__seg seg[RA__PANELS];
-    ra__bounds bounds[RA__PANELS];
-    int32_t head[RA__PANELS];
+    ra__panel_rows at[RA__PANELS];
     ra__bytes size;
     ra__key_scratch store;             /* its k and v, and pos: of size.batch blocks */
     int32_t *pos;
@@ -10985,7 +10995,7 @@ static void ra__scratch_carve(ra__arena *a, const ra_desc *d, int32_t panels, ra
         x->panel[i].acc = (float *)(void *)(at + q);
         x->panel[i].m = (float *)(void *)(at + q + acc);
         x->panel[i].l = (float *)(void *)(at + q + acc + lane);
-        x->rows[i] = (ra__rows *)(void *)(at + q + acc + 2 * lane);
+        x->at[i].own = (ra__rows *)(void *)(at + q + acc + 2 * lane);
     }
     ra__store_carve(a, &x->size, panels > 1, &x->store);
     x->pos = (int32_t *)ra__carve(a, lane * x->size.batch);
@@ -11093,26 +11103,23 @@ static void ra__panel_clear(const ra__work *w, const ra__panel *p) {
     w->kernel->load_acc(p, NULL, 0, w->d->v_dim);
 }
 
-/* Loads the state of panel i of a task from memory, and stores it there. */
-static void ra__panel_load(const ra__work *w, const ra__task *t, ra__scratch *x, int32_t i) {
-    const ra__panel *p = &x->panel[i];
-    ra__view acc = ra__view_at(w->acc, t->sequence, x->seg[i].row, x->head[i]);
-    int64_t at = ra__ml_at(w, t->sequence, x->seg[i].row, x->head[i]);
+/* Loads the state of a panel from memory, and stores it there. */
+static void ra__panel_load(const ra__work *w, const ra__panel_rows *at, const ra__panel *p) {
+    const ra__view acc = ra__panel_view(w->acc, at);
+    const int64_t first = ra__ml_at(w, at->sequence, at->seg.row, at->head);
     for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
-        p->m[r] = r < p->rows ? w->m[at + r * w->ml_row] : 0.0f;
-        p->l[r] = r < p->rows ? w->l[at + r * w->ml_row] : 0.0f;
+        p->m[r] = r < p->rows ? w->m[first + r * w->ml_row] : 0.0f;
+        p->l[r] = r < p->rows ? w->l[first + r * w->ml_row] : 0.0f;
     }
     w->kernel->load_acc(p, ra__view_floats(acc), acc.token / 4, w->d->v_dim);
 }
 
-static void ra__panel_store(const ra__work *w, const ra__task *t, const ra__scratch *x,
-                            int32_t i) {
-    const ra__panel *p = &x->panel[i];
-    ra__view acc = ra__view_at(w->acc, t->sequence, x->seg[i].row, x->head[i]);
-    int64_t at = ra__ml_at(w, t->sequence, x->seg[i].row, x->head[i]);
+static void ra__panel_store(const ra__work *w, const ra__panel_rows *at, const ra__panel *p) {
+    const ra__view acc = ra__panel_view(w->acc, at);
+    const int64_t first = ra__ml_at(w, at->sequence, at->seg.row, at->head);
     for (int32_t r = 0; r < p->rows; r++) {
-        w->m[at + r * w->ml_row] = p->m[r];
-        w->l[at + r * w->ml_row] = p->l[r];
+        w->m[first + r * w->ml_row] = p->m[r];
+        w->l[first + r * w->ml_row] = p->l[r];
     }
     w->kernel->store_acc(p, ra__view_floats(acc), acc.token / 4, w->d->v_dim);
 }
@@ -11129,18 +11136,15 @@ static float ra__row_end(const ra__work *w, int32_t b, int64_t row, int64_t head
     return factor;
 }
 
-/* Writes the rows of panel i to o and lse, or merges them. */
-static void ra__panel_finish(const ra__work *w, const ra__task *t, const ra__scratch *x,
-                             int32_t i) {
-    const ra__panel *p = &x->panel[i];
+/* Writes the rows of a panel to o and lse, or merges them. */
+static void ra__panel_finish(const ra__work *w, const ra__panel_rows *at, const ra__panel *p) {
     const int64_t size = w->d->v_dim * (int64_t)sizeof(float);
-    ra__view o = ra__view_at(w->o, t->sequence, x->seg[i].row, x->head[i]);
-    const ra__view lse = ra__view_at(w->lse, t->sequence, x->seg[i].row, x->head[i]);
+    const ra__view o = ra__panel_view(w->o, at), lse = ra__panel_view(w->lse, at);
     const int plain = lse.data && !(w->d->scores & RA_SCORE_SINKS);
     float factor[RA_BLOCK_TOKENS] = { 0 }, sums[RA_BLOCK_TOKENS];
     if (plain) w->kernel->ends(p->m, p->l, p->rows, factor, sums);
     for (int32_t r = 0; r < p->rows && !plain; r++)
-        factor[r] = ra__row_end(w, t->sequence, x->seg[i].row + r, x->head[i], p->m[r], p->l[r]);
+        factor[r] = ra__row_end(w, at->sequence, at->seg.row + r, at->head, p->m[r], p->l[r]);
     if (w->merge_room) {
         w->kernel->store_o(p, w->merge_room, size, RA_F32, w->d->v_dim, factor);
         w->kernel->merge((float *)ra__view_out(o), (float *)ra__view_out(lse), lse.token / 4,
@@ -11169,34 +11173,43 @@ static void ra__panel_scores(const ra__work *w, int32_t sequence, const ra__seg 
     p->prefetch = prefetch;
 }
 
-/* Rows, heads and geometry of the panels of a task. Reads none of the call's tensors. */
+/* Sets head, geometry and scores of panel i of a task, whose at[i].seg is set. Reads none of the
+ * call's tensors. */
+static void ra__panel_set(const ra__work *w, const ra__task *t, int32_t i, ra__panel_rows *at,
+                          ra__prefetch_list *prefetch, ra__panel *p) {
+    const int32_t group = w->d->q_heads / w->d->kv_heads;
+    const int32_t member = (int32_t)((t->panel0 + i) % group);
+    at += i;
+    at->sequence = t->sequence;
+    at->head = t->kv_head * group + member;
+    at->geo = at->own;
+    if (i && member) {                 /* the rows of the panel before, of the next head */
+        at->geo = at[-1].geo;
+        at->bounds = at[-1].bounds;
+    } else {
+        at->bounds = ra__rows_mask(w, t->sequence, &at->seg, at->geo);
+    }
+    p->geo = at->geo;
+    ra__panel_scores(w, t->sequence, &at->seg, at->head, prefetch, p);
+}
+
+/* Rows, heads and geometry of the panels of a task. */
 static void ra__task_rows(const ra__work *w, const ra__task *t, ra__scratch *x) {
-    int32_t group = w->d->q_heads / w->d->kv_heads;
+    const int32_t group = w->d->q_heads / w->d->kv_heads;
     for (int32_t i = 0; i < t->count; i++) {
-        int64_t block = (t->panel0 + i) / group;
-        ra__panel *p = &x->panel[i];
-        x->head[i] = t->kv_head * group + (int32_t)((t->panel0 + i) % group);
-        if (i && block == (t->panel0 + i - 1) / group) {
-            x->seg[i] = x->seg[i - 1];
-            x->bounds[i] = x->bounds[i - 1];
-            p->geo = x->panel[i - 1].geo;
-        } else {
-            (void)ra__side_block(&w->q_side, t->sequence, block, &x->seg[i]);
-            x->bounds[i] = ra__rows_mask(w, t->sequence, &x->seg[i], x->rows[i]);
-            p->geo = x->rows[i];
-        }
-        ra__panel_scores(w, t->sequence, &x->seg[i], x->head[i], &x->ahead, p);
+        (void)ra__side_block(&w->q_side, t->sequence, (t->panel0 + i) / group, &x->at[i].seg);
+        ra__panel_set(w, t, i, x->at, &x->ahead, &x->panel[i]);
     }
 }
 
 /* Packed queries and state of the panels of a task that has its rows. */
 static void ra__task_data(const ra__work *w, const ra__task *t, ra__scratch *x, int first) {
     for (int32_t i = 0; i < t->count; i++) {
-        ra__view q = ra__view_at(w->q, t->sequence, x->seg[i].row, x->head[i]);
+        const ra__view q = ra__panel_view(w->q, &x->at[i]);
         if (!w->queries_kept)
             w->kernel->load_q(&x->panel[i], q.data, q.token, w->d->q_dtype, w->d->k_dim);
         if (first && w->clear) ra__panel_clear(w, &x->panel[i]);
-        else ra__panel_load(w, t, x, i);
+        else ra__panel_load(w, &x->at[i], &x->panel[i]);
     }
 }
 
@@ -11275,7 +11288,7 @@ static int ra__task_kinds(const ra__work *w, const ra__task *t, const ra__scratc
     int any = 0;
     ra__seg_span(s, pos, &first, &last);
     for (int32_t j = 0; j < t->count; j++) {
-        kind[j] = (int8_t)(known ? ra__classify(&x->bounds[t->first + j], first, last)
+        kind[j] = (int8_t)(known ? ra__classify(&x->at[t->first + j].bounds, first, last)
                                  : RA__PARTIAL);
         any |= kind[j] != RA__EMPTY;
     }
@@ -11395,8 +11408,8 @@ static void ra__task_block(const ra__work *w, const ra__task *t, const ra__item 
 
 static void ra__task_save(const ra__work *w, const ra__task *t, const ra__scratch *x, int last) {
     for (int32_t i = 0; i < t->count; i++) {
-        if (last && w->finish) ra__panel_finish(w, t, x, i);
-        else ra__panel_store(w, t, x, i);
+        if (last && w->finish) ra__panel_finish(w, &x->at[i], &x->panel[i]);
+        else ra__panel_store(w, &x->at[i], &x->panel[i]);
     }
 }
 
@@ -11726,10 +11739,7 @@ typedef struct ra__prepared { ra__keys keys; int32_t clean; } ra__prepared;
 /* Scratch of one thread. */
 typedef struct ra__back_scratch {
     ra__back_panel panel[RA__BACK_PANELS];
-    ra__rows *rows[RA__BACK_PANELS];
-    ra__seg seg[RA__BACK_PANELS];
-    ra__bounds bounds[RA__BACK_PANELS];
-    int32_t head[RA__BACK_PANELS];
+    ra__panel_rows at[RA__BACK_PANELS];
     ra__back_job job[RA__BACK_PANELS];
     ra__prefetch_list ahead;
     int32_t next_panels, prefetched;   /* panels of the next batch; how many are prefetched */
@@ -11770,7 +11780,7 @@ static void ra__back_carve(ra__arena *a, const ra_desc *d, int64_t blocks, ra__b
         p->g = (float *)ra__carve(a, lane * ra__round_up(d->v_dim, 32));
         p->q_rows = (float *)ra__carve(a, lane * ra__round_up(d->k_dim, RA_BLOCK_TOKENS));
         p->g_rows = (float *)ra__carve(a, lane * ra__round_up(d->v_dim, RA_BLOCK_TOKENS));
-        x->rows[i] = (ra__rows *)ra__carve(a, (int64_t)sizeof(ra__rows));
+        x->at[i].own = (ra__rows *)ra__carve(a, (int64_t)sizeof(ra__rows));
     }
     x->job->p = (float *)ra__carve(a, tile);
     x->job->ds = (float *)ra__carve(a, tile);
@@ -11813,10 +11823,9 @@ static void ra__back_block(const ra__back *x, int32_t b, int64_t i, ra__seg *out
     *out = ra__chunk_block(&c, RA_ORDER_ASCENDING, i, &which);
 }
 
-/* Rows of a head, from `row` on. */
-static ra__source ra__source_at(ra__view v, int32_t b, int64_t row, int64_t head, int32_t dtype,
-                                int32_t dim) {
-    const ra__source s = { ra__view_at(v, b, row, head).data, v.token, dtype, dim };
+/* Rows of a head. */
+static ra__source ra__source_of(ra__view v, int32_t dtype, int32_t dim) {
+    const ra__source s = { v.data, v.token, dtype, dim };
     return s;
 }
 
@@ -11829,13 +11838,12 @@ RA__INLINE int ra__lse_serves(float lse) {
 
 /* Sets the LSE in base 2 and delta of a panel's rows. An LSE of +inf makes weights 0: in rows
  * without keys, and where ra__lse_serves is 0. */
-static void ra__back_stats(const ra__back *b, const ra__task *t, ra__back_scratch *x, int32_t i) {
+static void ra__back_stats(const ra__back *b, const ra__panel_rows *x, const ra__panel *p) {
     const ra__work *w = b->w;
-    const ra__panel *p = &x->panel[i].fwd;
-    int64_t row = x->seg[i].row, at = ra__ml_at(w, t->sequence, row, x->head[i]);
-    ra__view lse = ra__view_at(w->lse, t->sequence, row, x->head[i]);
-    ra__source o = ra__source_at(w->o, t->sequence, row, x->head[i], w->d->o_dtype, w->d->v_dim);
-    ra__source g = ra__source_at(b->d_o, t->sequence, row, x->head[i], w->d->o_dtype, w->d->v_dim);
+    const int64_t at = ra__ml_at(w, x->sequence, x->seg.row, x->head);
+    const ra__view lse = ra__panel_view(w->lse, x);
+    ra__source o = ra__source_of(ra__panel_view(w->o, x), w->d->o_dtype, w->d->v_dim);
+    ra__source g = ra__source_of(ra__panel_view(b->d_o, x), w->d->o_dtype, w->d->v_dim);
     if (!b->delta) b->kernel->deltas(p->l, &o, &g, p->rows);
     for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
         float sum = ra__neg_inf();
@@ -11848,15 +11856,13 @@ static void ra__back_stats(const ra__back *b, const ra__task *t, ra__back_scratc
     }
 }
 
-/* Points panel i at the caller's gradient of the bias. */
-static void ra__back_bias(const ra__back *b, const ra__task *t, ra__back_scratch *x, int32_t i,
-                          int wanted) {
-    const ra_bias_out *bias = &b->w->t->d_bias;
-    ra__back_panel *p = &x->panel[i];
+/* Points a panel at the caller's gradient of the bias. */
+static void ra__back_bias(const ra_bias_out *bias, int wanted, const ra__panel_rows *at,
+                          ra__back_panel *p) {
     p->d_bias = NULL;
     if (!wanted || !bias->data) return;
-    p->d_bias = (uint8_t *)bias->data + t->sequence * bias->batch_step +
-                x->head[i] * bias->head_step + x->seg[i].row * bias->row_step;
+    p->d_bias = (uint8_t *)bias->data + at->sequence * bias->batch_step +
+                at->head * bias->head_step + at->seg.row * bias->row_step;
     p->d_bias_row_stride = bias->row_step;
     p->d_bias_key_stride = bias->key_step;
     p->d_bias_keys = bias->keys;
@@ -11864,21 +11870,10 @@ static void ra__back_bias(const ra__back *b, const ra__task *t, ra__back_scratch
 
 /* Sets rows, heads and geometry of the panels of a batch. */
 static void ra__back_geometry(const ra__back *b, const ra__task *t, ra__back_scratch *x) {
-    int32_t group = b->w->d->q_heads / b->w->d->kv_heads;
+    const int32_t group = b->w->d->q_heads / b->w->d->kv_heads;
     for (int32_t i = 0; i < t->count; i++) {
-        int64_t block = (t->panel0 + i) / group;
-        ra__panel *p = &x->panel[i].fwd;
-        x->head[i] = t->kv_head * group + (int32_t)((t->panel0 + i) % group);
-        if (i && block == (t->panel0 + i - 1) / group) {
-            x->seg[i] = x->seg[i - 1];
-            x->bounds[i] = x->bounds[i - 1];
-            p->geo = x->panel[i - 1].fwd.geo;
-        } else {
-            ra__back_block(b, t->sequence, block, &x->seg[i]);
-            x->bounds[i] = ra__rows_mask(b->w, t->sequence, &x->seg[i], x->rows[i]);
-            p->geo = x->rows[i];
-        }
-        ra__panel_scores(b->w, t->sequence, &x->seg[i], x->head[i], &x->ahead, p);
+        ra__back_block(b, t->sequence, (t->panel0 + i) / group, &x->at[i].seg);
+        ra__panel_set(b->w, t, i, x->at, &x->ahead, &x->panel[i].fwd);
     }
 }
 
@@ -11886,7 +11881,7 @@ static void ra__back_geometry(const ra__back *b, const ra__task *t, ra__back_scr
 RA__INLINE ra__view ra__back_dq(const ra__task *t, const ra__back *b, const ra__grads *g,
                                 const ra__back_scratch *x, int32_t i) {
     int32_t group = b->w->d->q_heads / b->w->d->kv_heads;
-    return ra__view_at(g->dq, 0, x->seg[i].row, x->head[i] - t->kv_head * group);
+    return ra__view_at(g->dq, 0, x->at[i].seg.row, x->at[i].head - t->kv_head * group);
 }
 
 /* Loads Q, dO, LSE, delta and the sums of dQ of a batch of panels; used 0: only the sums. */
@@ -11895,14 +11890,13 @@ static void ra__back_load(const ra__back *b, const ra__task *t, const ra__grads 
     const ra_desc *d = b->w->d;
     for (int32_t i = 0; i < t->count; i++) {
         ra__back_panel *p = &x->panel[i];
-        ra__source q =
-            ra__source_at(b->w->q, t->sequence, x->seg[i].row, x->head[i], d->q_dtype, d->k_dim);
-        ra__source d_o =
-            ra__source_at(b->d_o, t->sequence, x->seg[i].row, x->head[i], d->o_dtype, d->v_dim);
+        const ra__panel_rows *at = &x->at[i];
+        ra__source q = ra__source_of(ra__panel_view(b->w->q, at), d->q_dtype, d->k_dim);
+        ra__source d_o = ra__source_of(ra__panel_view(b->d_o, at), d->o_dtype, d->v_dim);
         if (used) {
             b->kernel->load_back(p, &q, &d_o);
-            ra__back_stats(b, t, x, i);
-            ra__back_bias(b, t, x, i, g->bias);
+            ra__back_stats(b, at, &p->fwd);
+            ra__back_bias(&b->w->t->d_bias, g->bias, at, p);
         }
         if (!g->dq.data) continue;
         ra__view dq = ra__back_dq(t, b, g, x, i);
@@ -11923,7 +11917,7 @@ static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads 
             continue;
         }
         b->kernel->store_acc(p, p->q, d->k_dim, d->k_dim); /* Q is no longer needed */
-        dq = ra__view_at(b->d_q, t->sequence, x->seg[i].row, x->head[i]);
+        dq = ra__panel_view(b->d_q, &x->at[i]);
         for (int32_t r = 0; r < p->rows; r++)
             b->kernel->put_grad(ra__view_out(ra__view_at(dq, 0, r, 0)),
                                 p->q + (int64_t)r * d->k_dim, d->grad_dtype, d->k_dim);
@@ -11939,14 +11933,14 @@ static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s
     int any = 0, partial = 0;
     ra__seg_span(s, pos, &first, &last);
     for (int32_t j = 0; j < t->count; j++) {
-        int64_t q = ra__unit(b->w->d, t->sequence, x->seg[j].pos);
+        int64_t q = ra__unit(b->w->d, t->sequence, x->at[j].seg.pos);
         int64_t k = ra__unit(b->w->d, t->sequence, s->pos);
         int32_t own = RA__AFTER;
         if (b->square && (b->w->d->backward_travel == RA_TRAVEL_Q ? q > k : q < k))
             own = RA__BEFORE;
         x->kind[j] = RA__EMPTY;
         if (!(x->phase & own)) continue;
-        x->kind[j] = pos ? RA__PARTIAL : ra__classify(&x->bounds[j], first, last);
+        x->kind[j] = pos ? RA__PARTIAL : ra__classify(&x->at[j].bounds, first, last);
         any |= x->kind[j] != RA__EMPTY;
         partial |= x->kind[j] == RA__PARTIAL;
         x->tally.tiles[x->kind[j]]++;
@@ -12196,22 +12190,22 @@ static void ra__grads_finish(const ra__back *b, const ra__chunk *c, int32_t kv_h
     ra__fp_leave(mode);
 }
 
-/* x->sum plus what query block i adds to the gradient of a sink. */
-static double ra__back_sink_block(const ra__back *b, int32_t head, const ra__task *t, int64_t i,
-                                  ra__back_scratch *x) {
+/* What query block i of a sequence adds to x->sum for the gradient of a sink. */
+static void ra__back_sink_block(const ra__back *b, int32_t head, int32_t sequence, int64_t i,
+                                ra__back_scratch *x) {
     const double ln2 = 0.69314718055994530942;
     const float sink = b->w->t->sinks[head];
-    const int32_t *pos = ra__side_array(&b->w->q_side, t->sequence);
-    const ra__panel *p = &x->panel[0].fwd;
-    double sum = x->sum;
-    ra__back_block(b, t->sequence, i, &x->seg[0]);
-    x->head[0] = head;
-    x->panel[0].fwd.rows = (int32_t)x->seg[0].rows;
-    ra__back_stats(b, t, x, 0);
+    const int32_t *pos = ra__side_array(&b->w->q_side, sequence);
+    ra__panel_rows *at = &x->at[0];
+    ra__panel *p = &x->panel[0].fwd;
+    ra__back_block(b, sequence, i, &at->seg);
+    at->sequence = sequence;
+    at->head = head;
+    p->rows = (int32_t)at->seg.rows;
+    ra__back_stats(b, at, p);
     for (int32_t r = 0; r < p->rows && !ra__is_neg_inf(sink); r++) /* empty cells add nothing */
-        if (!ra__is_neg_inf(-p->m[r]) && !(pos && pos[x->seg[0].row + r] < 0))
-            sum -= ra__exp((double)sink - (double)p->m[r] * ln2) * (double)p->l[r];
-    return sum;
+        if (!ra__is_neg_inf(-p->m[r]) && !(pos && pos[at->seg.row + r] < 0))
+            x->sum -= ra__exp((double)sink - (double)p->m[r] * ln2) * (double)p->l[r];
 }
 
 /* Gradient of the sink of one head: - sum over this rank's rows of exp(sink - LSE) delta, sequence
@@ -12220,14 +12214,10 @@ static double ra__back_sink_block(const ra__back *b, int32_t head, const ra__tas
 static int ra__back_sink_some(const ra__back *b, int32_t head, ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
     uint32_t mode = ra__fp_enter();
-    ra__task t;
-    memset(&t, 0, sizeof t);
-    t.count = 1;
     for (; x->sum_sequence < d->sequences; x->sum_sequence++, x->sum_block = 0) {
-        t.sequence = x->sum_sequence;
-        int64_t n = ra__side_blocks(&b->w->q_side, t.sequence);
+        const int64_t n = ra__side_blocks(&b->w->q_side, x->sum_sequence);
         for (; x->sum_block < n && x->left > 0; x->sum_block++) {
-            x->sum = ra__back_sink_block(b, head, &t, x->sum_block, x);
+            ra__back_sink_block(b, head, x->sum_sequence, x->sum_block, x);
             x->left -= RA__TILE_WORK;
         }
         if (x->sum_block < n) break;
@@ -12386,12 +12376,13 @@ static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x
         pos[r] = (int32_t)ra__query_position(c, t->sequence, row);
         memcpy(gather + r * size, ra__view_at(c->w.q, t->sequence, row, head).data, (size_t)size);
     }
-    x->bounds[at] = ra__rows_fill(&d->mask, ra__key_end(d, t->sequence, c->w.any_position), &s,
-                                  pos, x->rows[at]);
-    p->geo = x->rows[at];
+    ra__rows *geo = x->at[at].own;
+    x->at[at].bounds = ra__rows_fill(&d->mask, ra__key_end(d, t->sequence, c->w.any_position), &s,
+                                     pos, geo);
+    p->geo = geo;
     ra__panel_scores(&c->w, t->sequence, &s, 0, &x->ahead, p);
     p->score = ra__score_of(&c->w, t->sequence, 0, t->kv_head * group);
-    if (p->score.bias) ra__short_bias(&c->w.t->bias, group, first, p, x->rows[at]);
+    if (p->score.bias) ra__short_bias(&c->w.t->bias, group, first, p, geo);
     if (!c->w.queries_kept) c->w.kernel->load_q(p, gather, size, d->q_dtype, d->k_dim);
     ra__panel_clear(&c->w, p);
 }
@@ -13781,8 +13772,8 @@ RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *de
     for (int32_t b = 0; b < c.d.sequences; b++)
         for (int64_t r = 0; r < ra__q_len(&c.d, b); r++)
             for (int32_t h = 0; h < c.d.q_heads; h++) {
-                ra__source o = ra__source_at(c.w.o, b, r, h, c.d.o_dtype, c.d.v_dim);
-                ra__source g = ra__source_at(d_o, b, r, h, c.d.o_dtype, c.d.v_dim);
+                ra__source o = ra__source_of(ra__view_at(c.w.o, b, r, h), c.d.o_dtype, c.d.v_dim);
+                ra__source g = ra__source_of(ra__view_at(d_o, b, r, h), c.d.o_dtype, c.d.v_dim);
                 ra__kernel_f32(c.d.isa)->deltas(delta + (b * c.d.tokens + r) * c.d.q_heads + h, &o,
                                                 &g, 1);
             }
@@ -18048,6 +18039,7 @@ static void ra__pack_seg(const ra_ring *r, uint8_t *to, ra__view from, const ra_
 static void ra__ring_pack_q_rows(const ra_ring *r, const ra__chunk *chunk, const ra__seg *s,
                                  int64_t at, uint8_t *message) {
     const ra_desc *d = &r->plan->d;
+    const int32_t b = chunk->sequence;
     const int64_t rows = ra__chunk_rows(chunk);
     const int64_t q_row = ra__row_bytes(d->q_dtype, d->k_dim);
     const int64_t o_row = ra__row_bytes(d->o_dtype, d->v_dim);
@@ -18056,14 +18048,13 @@ static void ra__ring_pack_q_rows(const ra_ring *r, const ra__chunk *chunk, const
     (void)ra__message(d, chunk, 1, 0, part);
     float *stats = (float *)(void *)(message + part[0].pos) + at;
     ra__pack_rows(message + part[0].k + at * d->q_heads * q_row,
-                  ra__view_at(r->work.q, chunk->sequence, s->row, 0), s->rows, d->q_heads, q_row);
+                  ra__view_at(r->work.q, b, s->row, 0), s->rows, d->q_heads, q_row);
     ra__pack_rows(message + part[0].v + at * d->q_heads * o_row,
-                  ra__view_at(r->back.d_o, chunk->sequence, s->row, 0), s->rows, d->q_heads,
-                  o_row);
+                  ra__view_at(r->back.d_o, b, s->row, 0), s->rows, d->q_heads, o_row);
     for (int32_t h = 0; h < d->q_heads; h++, stats += rows) {
-        ra__view lse = ra__view_at(r->work.lse, chunk->sequence, s->row, h);
-        ra__source o = ra__source_at(r->work.o, chunk->sequence, s->row, h, d->o_dtype, d->v_dim);
-        ra__source g = ra__source_at(r->back.d_o, chunk->sequence, s->row, h, d->o_dtype, d->v_dim);
+        ra__view lse = ra__view_at(r->work.lse, b, s->row, h);
+        ra__source o = ra__source_of(ra__view_at(r->work.o, b, s->row, h), d->o_dtype, d->v_dim);
+        ra__source g = ra__source_of(ra__view_at(r->back.d_o, b, s->row, h), d->o_dtype, d->v_dim);
         for (int64_t j = 0; j < s->rows; j++, lse.data += lse.token)
             memcpy(stats + j, lse.data, sizeof *stats);
         r->back.kernel->deltas(stats + d->q_heads * rows, &o, &g, (int32_t)s->rows);
@@ -18889,7 +18880,7 @@ static void ra__fold_open(const ra_ring *r, ra__desk *desk, uint8_t *memory, ra_
                        desk->claim.task - r->lists->task_begin[b]);
     ra__task_rows(&r->work, &h->t, &h->x);
     h->seen = ra__bounds_none();
-    for (int32_t i = 0; i < h->t.count; i++) ra__bounds_join(&h->seen, &h->x.bounds[i]);
+    for (int32_t i = 0; i < h->t.count; i++) ra__bounds_join(&h->seen, &h->x.at[i].bounds);
     h->next = ra__fold_next(r, h, desk->claim.fold, n);
     if (r->turn[desk->claim.task].begun) h->x.block = r->turn[desk->claim.task].begun - 1;
     h->loaded = 0;
@@ -18975,9 +18966,10 @@ static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     if (!desk->open) ra__fold_open(r, desk, memory, &n);
     h->x.left = r->step_work;
     h->x.between = ra__desk_between(desk);
-    e->q_row = h->x.seg[0].row;
-    e->q_rows = h->x.seg[h->t.count - 1].row + h->x.seg[h->t.count - 1].rows - e->q_row;
-    e->head = h->x.head[0];
+    e->q_row = h->x.at[0].seg.row;
+    const ra__seg *end = &h->x.at[h->t.count - 1].seg;
+    e->q_rows = end->row + end->rows - e->q_row;
+    e->head = h->x.at[0].head;
     while (more && ra__fold_goes_on(r, desk->claim.fold, h->next) && ra__fold_joins(r, h))
         more = h->x.left > 0 && ra__fold_chunk(r, desk, &n, e);
     if (more) {
