@@ -9588,9 +9588,9 @@ static void ra__chunk_side(const ra__side *side, int32_t b, ra__chunk *c) {
 
 /* ========================================================================== TENSORS
  * Views with all defaults filled in, and the checks of a call's tensors against its descriptor. In:
- * what the caller gave. Out: views in bytes, or a refusal. Reads no data except positions. */
+ * what the caller gave. Out: views or a refusal. Reads no data except positions and page tables. */
 
-/* Strided rows with all defaults filled in: bytes. */
+/* Strided rows with all defaults filled in. Strides are bytes. */
 typedef struct ra__view { const uint8_t *data; int64_t batch, token, head; } ra__view;
 
 RA__INLINE ra__view ra__view_at(ra__view v, int32_t b, int64_t row, int64_t head) {
@@ -9602,7 +9602,8 @@ RA__INLINE ra__view ra__view_at(ra__view v, int32_t b, int64_t row, int64_t head
 RA__INLINE void *ra__view_out(ra__view v) { return (void *)(uintptr_t)v.data; }
 RA__INLINE float *ra__view_floats(ra__view v) { return (float *)ra__view_out(v); }
 
-/* The pages of the keys of one sequence: page i is batch table[i] of a view. table null: none. */
+/* The pages of the keys of one sequence: page i is batch table[i] of a view. table null: there are
+ * no pages. first: see ra_pages. */
 enum { RA__PAGE = 16 };                /* page sizes are multiples of it */
 typedef struct ra__paged { const int32_t *table; int64_t tokens, first; } ra__paged;
 
@@ -9612,21 +9613,21 @@ static ra__paged ra__paged_of(const ra_desc *d, const ra_pages *p, int32_t b) {
     return x;
 }
 
-/* Address of a row. If nobody sees the row its page may be absent: then the address may only be
- * prefetched. */
+/* Address of a row. Pages whose rows nobody sees may be absent: such an address may be prefetched
+ * and nothing else. */
 RA__INLINE uintptr_t ra__page_row(const ra__paged *p, const ra__view *v, int64_t row) {
     const int64_t at = row + p->first;
     return (uintptr_t)v->data + (uintptr_t)(p->table[at / p->tokens] * v->batch +
                                             at % p->tokens * v->token);
 }
 
-/* 1: the n rows from `row` on are adjacent, in one page that is not absent. */
+/* 1: the n rows from `row` on are in one page, and it is not absent. */
 RA__INLINE int ra__page_holds(const ra__paged *p, int64_t row, int64_t n) {
     const int64_t at = row + p->first;
     return at % p->tokens + n <= p->tokens && p->table[at / p->tokens] >= 0;
 }
 
-/* Copies n rows, from `row` on, out of their pages; those of absent pages become 0. */
+/* Copies n rows, from `row` on, out of their pages. Rows of absent pages become 0. */
 static void ra__page_copy(const ra__paged *p, const ra__view *v, int64_t row, int64_t n,
                           uint8_t *to, int64_t bytes) {
     for (int64_t i = row; i < row + n; i++, to += bytes) {
@@ -9636,27 +9637,27 @@ static void ra__page_copy(const ra__paged *p, const ra__view *v, int64_t row, in
     }
 }
 
-/* Rows of `heads` adjacent heads; one sequence. */
+/* Rows of one sequence, of `heads` heads, without gaps. */
 static ra__view ra__view_packed(const void *data, int32_t heads, int32_t dim, int32_t dtype) {
     const int64_t row = ra__row_bytes(dtype, dim);
     const ra__view v = { (const uint8_t *)data, 0, row * heads, row };
     return v;
 }
 
-/* Sums [B][rows][heads][dim], f32. */
+/* Sums [B][rows][heads][dim], f32, without gaps. */
 static ra__view ra__view_sums(const float *data, int64_t rows, int32_t heads, int32_t dim) {
     ra__view v = ra__view_packed(data, heads, dim, RA_F32);
     v.batch = rows * v.token;
     return v;
 }
 
-/* For calls of one KV head whose keys are in several memories. `rows` copies n rows, from a
- * position on: K to `to`, V 64 rows after it, both without gaps. With a list it adds them to it
- * instead, as far as there is room. RA__BATCH blocks have room. */
+/* For calls of one KV head whose keys are in several places. `rows` copies the n rows from position
+ * pos on: K to `to`, V 64 rows after it, both without gaps. If `ahead` is not null it copies
+ * nothing, and adds the rows to that list as far as there is room. */
 typedef struct ra__gather {
     void (*rows)(const void *of, int64_t pos, int64_t n, uint8_t *to, ra__prefetch_list *ahead);
     const void *of;
-    uint8_t *room;
+    uint8_t *room;                     /* for RA__BATCH blocks */
 } ra__gather;
 
 /* What all tasks of a call share. */
@@ -9668,20 +9669,21 @@ typedef struct ra__work {
     ra__view q, o, lse, acc;           /* acc: f32 running sums, o itself or workspace */
     float *m, *l;
     int64_t ml_batch, ml_row, ml_head; /* strides of m and l in floats */
-    int32_t order;
-    int32_t clear, finish;             /* first chunk clears the state; last one writes o */
+    int32_t order;                     /* RA_ORDER_*, in which a row folds blocks */
+    int32_t clear, finish;             /* 1: the first chunk clears the state, the last writes o */
     int32_t any_position;              /* keys may be at any position, not only below kv_tokens */
     int32_t classify_arrays;           /* 1: blocks whose positions are an array are classified too;
                                         * otherwise they count as partial */
-    int32_t queries_kept;              /* 1: the panels of the only task hold its queries */
-    float *merge_room;                 /* not null: rows are merged into o and lse, f32, instead of
-                                        * written; memory for the rows of a panel */
-    const ra__gather *gather;          /* not null: it copies blocks of keys, by position */
+    int32_t queries_kept;              /* 1: the panels of the only task already hold its queries */
+    float *merge_room;                 /* memory for the rows of a panel, which are then merged into
+                                        * o and lse, f32; null: they are written */
+    const ra__gather *gather;          /* how blocks of keys are copied; null: they are read in
+                                        * place */
 } ra__work;
 
-/* Checks of a struct. The first rule that is broken is refused as by ra__refuse.
- * PERF: each rule is a statement with one comparison. gcc 12 would build a table of rules on the
- * stack in every call. */
+/* Checks of a struct: the first rule that is broken is refused, by ra__refuse.
+ * PERF: each rule is a statement with one comparison. Of a table of rules gcc 12 would make a copy
+ * on the stack in every call. */
 typedef struct ra__checks { ra_error *e; ra_status status; } ra__checks;
 RA__INLINE void ra__refuse_if(ra__checks *x, int broken, ra_status status, const char *field,
                               const char *text, int64_t value) {
@@ -9703,7 +9705,7 @@ static ra_status ra__check_allocator(const ra_allocator *a, const char *field, r
 enum { RA__TENSOR_Q, RA__TENSOR_K, RA__TENSOR_V, RA__TENSOR_O, RA__TENSOR_LSE, RA__TENSOR_D_O,
        RA__TENSOR_D_Q, RA__TENSOR_D_K, RA__TENSOR_D_V, RA__TENSORS };
 
-/* One of them as it was given, and what it must look like. */
+/* One of them: as it was given, and what it must look like. */
 typedef struct ra__tensor {
     const char *field;
     ra_in in;                          /* outputs too */
@@ -9731,7 +9733,7 @@ RA__INLINE void ra__tensor_of(const ra_desc *d, const ra_tensors *t, const int64
     const int32_t keys = list[which].keys;
     int32_t dim;
     x->field = list[which].field;
-    memcpy(&x->in, (const uint8_t *)t + list[which].at, sizeof x->in); /* ra_out looks alike */
+    memcpy(&x->in, (const uint8_t *)t + list[which].at, sizeof x->in); /* or ra_out: same fields */
     memcpy(&dim, (const uint8_t *)d + list[which].dim, sizeof dim);
     memcpy(&x->dtype, (const uint8_t *)d + list[which].dtype, sizeof x->dtype);
     x->batch = d->sequences;
@@ -9762,9 +9764,9 @@ RA__COLD ra_status ra__refuse_stride(const ra__tensor *x, const int64_t stride[3
                            stride[i], element);
 }
 
-/* The last of n steps between pieces of memory, each of so many bytes, that is less than *inner,
- * the bytes of what is inside it: pieces overlap. -1: there is none. Steps of 0 share memory on
- * purpose. */
+/* Finds a step that makes memory overlap. Pieces of `bytes` bytes are repeated in n dimensions:
+ * count[i] times, step[i] bytes apart. Returns the last i whose step is less than *inner, the bytes
+ * of what it repeats; -1: there is none. A step of 0 shares memory on purpose. */
 static int ra__step_too_short(const int64_t *step, const int64_t *count, int n, int64_t bytes,
                               int64_t *inner) {
     for (int i = n - 1; i >= 0; i--) {
@@ -9778,11 +9780,12 @@ static int ra__step_too_short(const int64_t *step, const int64_t *count, int n, 
     return -1;
 }
 
-/* Rows of a tensor with strides must not overlap, except inputs of different sequences. */
+/* Rows of a tensor must not overlap, except those of different sequences in an input. step: strides
+ * with their defaults. row: bytes of a row. */
 RA__NOINLINE ra_status ra__check_strides(const ra__tensor *x, const int64_t step[3], int64_t row,
                                          ra_error *e) {
     const int64_t count[3] = { x->batch, x->rows, x->heads };
-    const int outer = !x->writable;    /* the first of the steps that count */
+    const int outer = !x->writable;    /* the first step that matters */
     for (int i = 2; !x->writable && i > 0; i--)
         if (count[i] > 1 && step[i] < row && x->rows)
             return ra__refuse_part(e, RA_E_STRIDE, x->field, ra__stride_of[i],
@@ -9797,7 +9800,7 @@ RA__NOINLINE ra_status ra__check_strides(const ra__tensor *x, const int64_t step
                            step[bad + outer], inner);
 }
 
-/* Checks a tensor and fills in default strides: each is the extent of what is inside. */
+/* Checks a tensor and fills in default strides: each is the extent of what it repeats. */
 static ra_status ra__view_check(const ra__tensor *x, ra__view *out, ra_error *e) {
     const int64_t stride[3] = { x->in.batch_stride, x->in.token_stride, x->in.head_stride };
     const int64_t count[3] = { x->batch, x->rows, x->heads };
@@ -9862,7 +9865,7 @@ typedef struct ra__region {
     int32_t steps;
 } ra__region;
 
-/* The region of a tensor that has memory: no step where there is no gap. */
+/* The region of a tensor that has memory. Dimensions without gaps are part of the pieces. */
 static ra__region ra__region_of(const ra__tensor *x) {
     const int64_t stride[3] = { x->in.head_stride, x->in.token_stride, x->in.batch_stride };
     const int64_t count[3] = { x->heads, x->rows, x->batch };
@@ -9893,7 +9896,7 @@ static ra__region ra__region_of(const ra__tensor *x) {
     return r;
 }
 
-/* Bytes from the first to the last of a part of a region that has only the first n steps. */
+/* Bytes from the first to the last of a region, of which only the first n steps count. */
 static int64_t ra__region_extent(const ra__region *r, int32_t n) {
     int64_t bytes = r->bytes;
     for (int32_t i = 0; i < n; i++)
@@ -9901,8 +9904,8 @@ static int64_t ra__region_extent(const ra__region *r, int32_t n) {
     return bytes;
 }
 
-/* 1: two regions share a byte, of which only the first na and nb steps count; b begins `gap` bytes
- * after a. Regions that both have gaps, with different steps, are taken not to. */
+/* 1: two regions share a byte. Only their first na and nb steps count, and b begins `gap` bytes
+ * after a. Two regions that both have gaps, with different steps, count as apart. */
 static int ra__regions_meet(const ra__region *a, int32_t na, const ra__region *b, int32_t nb,
                             int64_t gap) {
     const int64_t step = ra__max(na ? a->step[na - 1] : 0, nb ? b->step[nb - 1] : 0);
@@ -9932,7 +9935,8 @@ RA__NOINLINE int ra__tensors_meet(const ra_desc *d, const ra_tensors *t, const i
     return ra__regions_meet(&p, p.steps, &q, q.steps, gap);
 }
 
-/* The same for an output. It must not overlap the tensors before it in r, which have extents. */
+/* The same for an output. If r is not null, it must not overlap the tensors whose extents are in r
+ * before its own. */
 RA__INLINE ra_status ra__check_output(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                       int which, ra__view *out, ra__extent *r, ra_error *e) {
     static const char *const text[RA__TENSORS] = {         /* they end with the field */
@@ -9950,8 +9954,7 @@ RA__INLINE ra_status ra__check_output(const ra_desc *d, const ra_tensors *t, con
     return RA_OK;
 }
 
-/* Steps of a bias with these numbers of sequences, heads, rows and keys: bytes, and 0 where
- * elements are shared. */
+/* Checks the steps of a bias, in bytes. count: of sequences, heads, rows and keys. */
 static ra_status ra__check_steps(const int64_t step[4], const int64_t count[4], int64_t element,
                                  const char *field, ra_error *e) {
     static const char *const part[4] = { ".batch_step", ".head_step", ".row_step", ".key_step" };
@@ -9969,12 +9972,13 @@ static ra_status ra__check_steps(const int64_t step[4], const int64_t count[4], 
     return RA_OK;
 }
 
-/* Keys that a bias has: positions are below RA_MAX_POSITION. */
+/* How many keys of a bias can exist: positions are below RA_MAX_POSITION. */
 RA__INLINE int64_t ra__bias_keys(int64_t keys) {
     return ra__max(0, ra__min(keys, RA_MAX_POSITION));
 }
 
-/* What changes scores is given if and only if the descriptor says so. given: RA_SCORE_*. */
+/* Slopes, bias and sinks must be given if and only if `scores` has their flag. given: the flags of
+ * those that are. */
 RA__NOINLINE ra_status ra__refuse_given(int32_t given, int32_t scores, ra_error *e) {
     const int32_t differ = given ^ scores, flag = differ & -differ;
     const char *field = flag == RA_SCORE_ALIBI ? "t.alibi" : flag == RA_SCORE_BIAS ? "t.bias"
@@ -9984,7 +9988,7 @@ RA__NOINLINE ra_status ra__refuse_given(int32_t given, int32_t scores, ra_error 
     return ra__refuse(e, RA_E_NULL, field, "is null, but scores has RA_SCORE_#", flag);
 }
 
-/* rows: of queries. */
+/* Checks what changes scores. rows: of queries. */
 static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, int64_t rows,
                                   ra_error *e) {
     const ra_bias *b = &t->bias;
@@ -10002,12 +10006,12 @@ static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, int64_t
     return ra__check_steps(steps, counts, b->dtype > RA_F32 ? 2 : 4, "t.bias", e);
 }
 
-/* Positions are below this. Those of queries must have an entry in the caller's intervals. */
+/* Positions must be below this: those of queries need an entry in the caller's intervals. */
 static int64_t ra__position_top(const ra_desc *d, int keys) {
     return !keys && d->mask.kind == RA_MASK_INTERVALS ? d->mask.interval_count : RA_MAX_POSITION;
 }
 
-/* A position array of `rows` entries per sequence. */
+/* Checks a position array of `rows` entries per sequence. */
 static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_t rows, int keys,
                                  ra_error *e) {
     const int64_t top = ra__position_top(d, keys);
@@ -10037,7 +10041,7 @@ static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_
     return RA_OK;
 }
 
-/* Entry i of a table of runs has at least `least` rows, 0 or 1, and all positions in
+/* Entry i of a table of runs must have at least `least` rows, 0 or 1, and its positions must be in
  * [first, end). */
 static ra_status ra__check_run(const ra_run *runs, int64_t i, int32_t least, int64_t first,
                                int64_t end, const char *field, const char *part, ra_error *e) {
@@ -10058,7 +10062,7 @@ static ra_status ra__check_run(const ra_run *runs, int64_t i, int32_t least, int
     return RA_E_RANGE;
 }
 
-/* Runs of positions, `rows` in all. */
+/* Checks runs of positions, which must have `rows` rows together. */
 static ra_status ra__check_position_runs(const ra_desc *d, const ra_positions *p, int64_t rows,
                                          int keys, ra_error *e) {
     const int64_t top = ra__position_top(d, keys);
@@ -10087,7 +10091,7 @@ static int ra__positions_set(const ra_positions *p) {
     return p->runs || p->array || p->count || p->batch_step;
 }
 
-/* A table of pages comes with page_tokens, and not without. */
+/* A table of pages must be given if and only if page_tokens is set. */
 static ra_status ra__check_pages(const ra_desc *d, const ra_pages *p, ra_error *e) {
     const int none = !p->table && !p->batch_step && !p->count && !p->first;
     if (none && !d->page_tokens) return RA_OK;
@@ -10107,7 +10111,7 @@ static ra_status ra__check_pages(const ra_desc *d, const ra_pages *p, ra_error *
     return x.status;
 }
 
-/* The entries of a table of pages for rows [row[0], row[1]) of sequence b. */
+/* Checks the entries of a table of pages for rows [row[0], row[1]) of sequence b. */
 static ra_status ra__check_table(const ra_desc *d, const ra_pages *p, int32_t b,
                                  const int64_t row[2], ra_error *e) {
     const ra__paged x = ra__paged_of(d, p, b);
@@ -10207,12 +10211,12 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
 }
 
 /* ========================================================================== CHECK
- * Checks a descriptor and fills in its defaults. Numbers, enums and sizes are checked before any
+ * Checks of a descriptor, and its defaults. Numbers, constants and sizes are checked before any
  * pointer is followed. */
 
 enum { RA__MOST_RANKS = 4096 };
 
-/* Refuses a number that is not in low..high. If low is 1, 0 means that it was not set. */
+/* Refuses a number that is not in low..high, low 0 or 1. If low is 1, 0 means "not set". */
 RA__COLD ra_status ra__refuse_number(ra_error *e, const char *field, int64_t value, int low,
                                          int64_t high) {
     if (low && !value)
@@ -10228,7 +10232,7 @@ RA__INLINE void ra__number(ra__checks *x, const char *field, int64_t value, int 
         x->status = ra__refuse_number(x->e, field, value, low, high);
 }
 
-/* The same for a constant. name is the text that says one: "RA_MASK_#". */
+/* The same for a constant. name: a text that becomes its name, such as "RA_MASK_#". */
 RA__NOINLINE ra_status ra__refuse_constant(ra_error *e, const char *field, int32_t value, int low,
                                            int high, const char *name) {
     const ra_status s = value ? RA_E_ENUM : RA_E_UNSET;
@@ -10246,7 +10250,7 @@ RA__INLINE void ra__constant(ra__checks *x, const char *field, int32_t value, in
         x->status = ra__refuse_constant(x->e, field, value, low, high, name);
 }
 
-/* A dtype: the sentence names those of this library, because engines have others. */
+/* The same for a dtype. The sentence names those of this library, because engines have others. */
 RA__INLINE void ra__dtype(ra__checks *x, const char *field, int32_t value, int low) {
     if (x->status || (value >= low && value <= RA_Q8_0)) return;
     x->status = ra__refuse(x->e, value ? RA_E_ENUM : RA_E_UNSET, field,
@@ -10328,7 +10332,7 @@ static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
     return x.status;
 }
 
-/* RA_Q8_0 has blocks of 32 elements and is for K and V alone. */
+/* RA_Q8_0 has blocks of 32 elements and is for K and V only. */
 static ra_status ra__check_blocks(const ra_desc *d, ra_error *e) {
     const int k = d->k_dtype == RA_Q8_0, v = d->v_in_k ? k : d->v_dtype == RA_Q8_0;
     const int32_t dims[3] = { k ? d->k_dim : 0, v ? d->v_dim : 0, v ? d->v_column : 0 };
@@ -10346,13 +10350,14 @@ static ra_status ra__check_blocks(const ra_desc *d, ra_error *e) {
     return RA_OK;
 }
 
-/* Only the owner of queries knows their rows of a bias or their positions in an array. */
+/* 1: RA_TRAVEL_Q is possible. Only the owner of queries knows their rows of a bias, and their
+ * positions in an array. */
 static int ra__q_may_travel(const ra_desc *d) {
     return !(d->scores & RA_SCORE_BIAS) && d->layout.kind != RA_LAYOUT_ARRAY;
 }
 
-/* What travels backward with fewer bytes per token and hop, f32 gradients included: queries for
- * Hq / Hkv below 1.49 with 16-bit rows, 1.33 with f32. All dtypes must be set. */
+/* What travels backward with fewer bytes per token and hop, f32 gradients included: queries if
+ * Hq / Hkv is below 1.49 with 16-bit rows, below 1.33 with f32. All dtypes must be set. */
 static int32_t ra__cheaper_travel(const ra_desc *d) {
     int64_t v = d->v_in_k ? 0 : d->v_dim;
     int64_t keys = d->kv_heads * (4 * (d->k_dim + v) + ra__row_bytes(d->k_dtype, d->k_dim) +
@@ -10407,7 +10412,7 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
     return x.status;
 }
 
-/* Of a call without a decoding form. */
+/* Refuses d->form in a call that has no decoding form. */
 static ra_status ra__check_form(const ra_desc *d) {
     if (!d->form) return RA_OK;
     return ra__refuse(d->error, RA_E_UNSUPPORTED, "form",
@@ -10443,7 +10448,7 @@ static ra_status ra__check_mask(const ra_desc *d, ra_error *e) {
     return x.status;
 }
 
-/* Positions that follow from the descriptor have an entry in the caller's intervals. */
+/* Positions that follow from the descriptor must have an entry in the caller's intervals. */
 static ra_status ra__check_intervals(const ra_desc *d, ra_error *e) {
     if (d->mask.kind == RA_MASK_INTERVALS && d->layout.kind != RA_LAYOUT_ARRAY &&
         d->mask.interval_count < d->q_offset + d->tokens)
@@ -10508,10 +10513,11 @@ static ra_status ra__check_layout(const ra_desc *d, ra_error *e) {
     return x.status;
 }
 
-/* First common position of two runs, or -1. With strides s and t and g = gcd(s, t) the positions
- * a.first + i s of run a are also b.first + j t where i s = b.first - a.first mod t, hence for
- * i = (b.first - a.first) / g * (s / g)^-1 mod t / g, the inverse by Euclid's algorithm, and then
- * every lcm(s, t). Strides of more than one row are below 2^31. */
+/* First common position of two runs, or -1. With strides s and t and g = gcd(s, t), position
+ * a.first + i s of run a is a position b.first + j t of run b if i s = b.first - a.first mod t,
+ * that is i = (b.first - a.first) / g * (s / g)^-1 mod t / g, with the inverse by Euclid's
+ * algorithm. The others follow at multiples of lcm(s, t). Strides of runs of more than one row are
+ * below 2^31. */
 static int64_t ra__runs_meet(const ra_run *a, const ra_run *b) {
     const int64_t sa = ra__run_step(a), sb = ra__run_step(b);
     int64_t g = sa, rest = sb, x = 1, y = 0, step, i, p;
@@ -10538,7 +10544,7 @@ RA__INLINE int ra__run_before(const ra_run *runs, int64_t i, int64_t j) {
     return runs[i].first < runs[j].first || (runs[i].first == runs[j].first && i < j);
 }
 
-/* Moves entry i of a heap of n runs down to its place: no run comes after the one above it. */
+/* Moves entry i of a heap of n runs down to its place. In a heap the last run is on top. */
 static void ra__order_sift(const ra_run *runs, int64_t *at, int64_t i, int64_t n) {
     int64_t x = at[i];
     for (int64_t child; (child = 2 * i + 1) < n; i = child) {
@@ -10564,8 +10570,8 @@ static void ra__order_sort(const ra_run *runs, int64_t *at, int64_t n) {
     }
 }
 
-/* The first runs of a table of n after run `after` (-1: from the start), sorted; returns how many.
- * A refusal allocates nothing, so a large table is sorted in windows of this size. */
+/* Writes the first runs of a table of n after run `after` (-1: from the start), sorted; returns how
+ * many. Checks allocate nothing, so a large table is sorted in windows of this size. */
 enum { RA__ORDER = 2048 };
 static int64_t ra__order_next(const ra_run *runs, int64_t n, int64_t after,
                               int64_t at[RA__ORDER]) {
@@ -10584,8 +10590,8 @@ static int64_t ra__order_next(const ra_run *runs, int64_t n, int64_t after,
     return m;
 }
 
-/* A position that one of m sorted runs shares with another of them or with a run up to `after`,
- * which all come before them; -1: there is none. Only runs that overlap are compared. */
+/* A position that one of m sorted runs shares with another of them or with a run up to `after`, all
+ * of which come before them; -1: there is none. Only runs whose spans overlap are compared. */
 static int64_t ra__order_meet(const ra_run *runs, int64_t n, int64_t after, const int64_t *at,
                               int64_t m) {
     int64_t reach = -1, cluster = 0, p = -1;
@@ -10605,7 +10611,7 @@ static int64_t ra__order_meet(const ra_run *runs, int64_t n, int64_t after, cons
     return p;
 }
 
-/* No position is in two runs of a table whose entries are in range. */
+/* No position may be in two runs of a table. Its entries are in range. */
 static ra_status ra__check_held(const ra_run *runs, int64_t n, const char *field, ra_error *e) {
     int64_t at[RA__ORDER], after = -1, m;
     for (int64_t done = 0; done < n; done += m, after = at[m - 1]) {
@@ -10616,7 +10622,8 @@ static ra_status ra__check_held(const ra_run *runs, int64_t n, const char *field
     return RA_OK;
 }
 
-/* Runs of all ranks, `count` of each, within positions [first, end); the names of their fields. */
+/* The runs of all ranks, count[r] of rank r, the positions [first, end) that they may have, and the
+ * names of their fields. */
 typedef struct ra__run_table {
     const ra_run *run;
     const int32_t *count;
@@ -10624,7 +10631,7 @@ typedef struct ra__run_table {
     const char *run_field, *count_field;
 } ra__run_table;
 
-/* Entries are in range and no position is in two of them. */
+/* Entries must be in range, and no position may be in two of them. */
 static ra_status ra__check_runs(const ra__run_table *t, int32_t ranks, ra_error *e) {
     int64_t n = 0;
     for (int32_t r = 0; r < ranks; r++) {
@@ -10704,7 +10711,7 @@ static int64_t ra__shard_tokens(const ra_desc *d, int keys) {
     return ra__ceil_div(sum, d->ranks);
 }
 
-/* How much a rank computes per key. */
+/* Floating-point operations of a rank per key. */
 static double ra__flops_per_key(const ra_desc *d) {
     const double seen = d->mask.kind == RA_MASK_CAUSAL ? 0.5 : 1.0;
     return 2.0 * ((double)d->k_dim + d->v_dim) * d->q_heads * seen *
@@ -10713,20 +10720,20 @@ static double ra__flops_per_key(const ra_desc *d) {
 
 /* Keys per message. A rank folds its own keys when its turn as an owner comes. Before and after
  * that it folds what it receives. While it folds its own keys, the link fills its buffers and then
- * stops. So the part of the transfer that computing can hide grows with the number of chunks per
- * shard and with the part of a shard that fits into the buffers. Where the transfer takes as long
- * as computing, 16 chunks per shard with 8 buffers hide 89 to 96 % of it on 2 to 8 ranks, causal
- * zigzag; 1024 keys per chunk with 3 buffers hide 75 to 86 % (2 ranks, 4096 to 8192 keys). From 24
- * ranks on buffers hardly matter. Around 16 ranks a chunk has gone around the ring about when its
- * owner's last one leaves; there 32 chunks are better. Beyond 64 ranks there are fewer chunks,
- * because predictions and the exchanges of sendrecv take time in proportion to chunks x ranks.
+ * stops. So computing hides more of the transfer if a shard has more chunks, and if more of it fits
+ * into the buffers. Where the transfer takes as long as computing, 16 chunks per shard with 8
+ * buffers hide 89 to 96 % of it on 2 to 8 ranks, causal zigzag; 1024 keys per chunk with 3 buffers
+ * hide 75 to 86 % (2 ranks, 4096 to 8192 keys). From 24 ranks on buffers hardly matter. With about
+ * 16 ranks a chunk has gone around the ring when its owner's last one leaves; there 32 chunks are
+ * better. Beyond 64 ranks there are fewer chunks, because predictions and the exchanges of sendrecv
+ * take time in proportion to chunks x ranks.
  *
  * Each message costs time too. So a rank computes at least RA__CHUNK_WORK flops per message, which
- * takes some ms on a few cores. No chunk suits short shards on every network: at 1 TFLOP/s, with 5
- * us or 2 ms per message and links as fast as computing or ten times as fast, 8 ranks of 512 rows
- * take up to 1.55 times as long with any one chunk as with the best one of each network. Up to 1024
- * rows this default takes up to 1.95 times as long, and 1.2 times with known rates: then computing
- * on a message takes twice the latency, and a short shard may have 8 messages. */
+ * takes some ms on a few cores. No chunk suits short shards on every network. At 1 TFLOP/s, with
+ * latencies of 5 us or 2 ms and links as fast as computing or ten times as fast, 8 ranks of 512
+ * rows take up to 1.55 times as long with any one chunk as with the best one of each network. Up to
+ * 1024 rows this default takes up to 1.95 times as long, and 1.2 times with known rates: then
+ * computing on a message takes twice the latency, and a short shard may have 8 messages. */
 enum { RA__CHUNK_LEAST = 256, RA__CHUNK_WORK = 1 << 29 };
 static int32_t ra__default_chunk(const ra_desc *d) {
     const int64_t shard = ra__shard_tokens(d, 1);
@@ -10747,15 +10754,15 @@ static int32_t ra__default_chunk(const ra_desc *d) {
 
 /* Receive buffers: at least three, and at most two more than a shard has chunks. For training they
  * hold fewer keys, because gradients make messages up to three times as long. Three are enough if
- * the link is known to be twice as fast as computing: then it needs no time while the rank folds
- * its own keys.
+ * the link is known to be twice as fast as computing: then it may rest while the rank folds its own
+ * keys.
  *
- * Of two ranks with a causal mask the first folds its own keys for half of the pass. If its buffers
- * hold a part f of a shard, a transfer that takes as long as computing ends 1/2 - f of the pass
- * late. So they hold half a shard, in up to 64 buffers: at most a quarter of this rank's q, k, v
- * and o together. With three ranks they hold a third. From four ranks on a chunk can also wait in
- * the buffers of others, and the usual number of keys hides 86 %. A rank with a window, with fewer
- * queries than keys or with rounds does not fold its own keys for so long. */
+ * Of two ranks with a causal mask the first one folds its own keys for half of the pass. If its
+ * buffers hold a part f of a shard, a transfer that takes as long as computing delays the end by
+ * 1/2 - f of the pass. So they hold half a shard, in up to 64 buffers: at most a quarter of this
+ * rank's q, k, v and o together. With three ranks they hold a third. From four ranks on a chunk can
+ * also wait in the buffers of other ranks, and the usual number of keys hides 86 %. With a window,
+ * with fewer queries than keys or with rounds, ranks do not fold their own keys for so long. */
 enum { RA__BUFFER_TOKENS = 8192, RA__TRAIN_TOKENS = 5120 };
 static int32_t ra__default_buffers(const ra_desc *d) {
     const int64_t parts = ra__ceil_div(ra__shard_tokens(d, 1), d->chunk_tokens);
@@ -10785,7 +10792,7 @@ static void ra__defaults(ra_desc *d) {
     if (d->isa == RA_ISA_AUTO) d->isa = ra_isa_best();
 }
 
-/* Defaults of the fields that say how chunks travel. */
+/* Defaults of the fields that only rings use. */
 static void ra__defaults_ring(ra_desc *d) {
     if (!d->chunk_tokens) d->chunk_tokens = ra__default_chunk(d);
     d->chunk_tokens = (int32_t)ra__round_up(d->chunk_tokens,
@@ -10794,8 +10801,8 @@ static void ra__defaults_ring(ra_desc *d) {
     if (!d->buffers) d->buffers = ra__default_buffers(d);
 }
 
-/* Checks the fields and then the arrays of a descriptor, and fills in defaults, except of fields
- * that only rings use. kv_tokens may stay 0: see ra__k_len. */
+/* Checks the fields and then the arrays of a descriptor. Fills in all defaults except those of
+ * ra__defaults_ring. kv_tokens may stay 0: see ra__k_len. */
 static ra_status ra__resolve_local(const ra_desc *d, ra_desc *out) {
     ra_error *e;
     ra_status s;
@@ -10820,7 +10827,7 @@ static ra_status ra__resolve_local(const ra_desc *d, ra_desc *out) {
     return s ? s : ra__check_engine(out, e);
 }
 
-/* The same with all defaults. */
+/* The same, with all defaults. */
 static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
     const ra_status s = ra__resolve_local(d, out);
     if (!s) ra__defaults_ring(out);
@@ -10850,8 +10857,8 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out) {
     return RA_OK;
 }
 
-/* RA_ORDER_DESCENDING if no row of a contiguous layout sees a key after itself; square: queries and
- * keys are the same positions. */
+/* The order in which rows fold blocks: descending if no row of a contiguous layout sees a key after
+ * itself. square: queries and keys have the same positions. */
 static int32_t ra__desc_order(const ra_desc *d, int square) {
     return square && !d->q_offset && d->layout.kind == RA_LAYOUT_CONTIGUOUS &&
                    d->mask.kind == RA_MASK_CAUSAL && d->mask.causal_block <= 1 && !d->mask.prefix
