@@ -9859,7 +9859,8 @@ static ra_status ra__check_keys(const ra_desc *d, const ra_tensors *t, const int
     return ra__check_tensor(d, t, rows, RA__TENSOR_V, &kv[1], r, e);
 }
 
-/* Memory in pieces of `bytes` without gaps, and the steps between them, the shortest first. */
+/* Memory as pieces of `bytes` without gaps, repeated in `steps` dimensions: count[i] times, step[i]
+ * bytes apart, the shortest step first. */
 typedef struct ra__region {
     int64_t bytes, step[3], count[3];
     int32_t steps;
@@ -10866,26 +10867,26 @@ static int32_t ra__desc_order(const ra_desc *d, int square) {
 }
 
 /* ========================================================================== FORWARD
- * Computes: some query rows against the keys of one chunk. In: the call's tensors and where the
+ * Computes some query rows against the keys of one chunk. In: the call's tensors, and where the
  * keys are. Out: running (m, l, acc), or O and LSE after the last chunk. Every row folds the blocks
  * of the grid one by one in the order of SCHEDULE, and each block is one step of the online
  * softmax. So bits do not depend on how keys are cut into chunks and rows into tasks. */
 
 enum { RA__PANELS = 16 };              /* most query blocks of a task */
-enum { RA__TILE_WORK = 64 };           /* work of a tile, if classifying an empty one is 1 */
-enum { RA__FIRST = 1, RA__LAST = 2 };  /* a chunk among those of a task */
+enum { RA__TILE_WORK = 64 };           /* work of a tile; that of classifying an empty one is 1 */
+enum { RA__FIRST = 1, RA__LAST = 2 };  /* which chunk of a task it is */
 
 /* One chunk, and the addresses of its segments, in a message or in the owner's memory. A segment
- * that the message leaves off has null addresses: no row of this rank sees it. */
+ * that the message leaves out has null addresses: no row of this rank sees it. */
 typedef struct ra__item {
     ra__chunk c;
     ra__view k[2], v[2];               /* first row of each segment */
-    const int32_t *pos[2];             /* ARRAY: its position; otherwise null */
-    ra__paged paged;                   /* then k and v are the first row of the pool */
+    const int32_t *pos[2];             /* ARRAY: the position of that row; otherwise null */
+    ra__paged paged;                   /* with pages k and v are the first row of the pool */
 } ra__item;
 
-/* Points an item at its segments in the owner's memory: kv are the views of K and V, array the
- * positions of this sequence or null. */
+/* Points an item at its segments in the owner's memory. kv: views of K and V. array: positions of
+ * this sequence, or null. */
 static void ra__item_owned(ra__item *item, const ra__view kv[2], const int32_t *array) {
     const int paged = item->paged.table != NULL;
     for (int32_t i = 0; i < item->c.segs; i++) {
@@ -10896,7 +10897,7 @@ static void ra__item_owned(ra__item *item, const ra__view kv[2], const int32_t *
     }
 }
 
-/* All keys of sequence b on a side whose positions are known. */
+/* Makes an item of all keys of sequence b. The positions of the side are known. */
 static void ra__item_side(const ra__side *side, int32_t b, const ra_pages *pages,
                           const ra__view kv[2], ra__item *item) {
     memset(item, 0, sizeof *item);
@@ -10912,8 +10913,8 @@ RA__INLINE int64_t ra__tally_seen(const ra__tally *t) {
 }
 
 /* Panels [panel0, panel0 + count) of kv head `kv_head` of a sequence. Panel i is query block
- * i / (Hq / Hkv), head i % (Hq / Hkv) of the group. On one rank a task may have several kv heads,
- * `heads` from kv_head on, with these panels of each. `first`: where those of kv_head begin in the
+ * i / (Hq / Hkv) of head i % (Hq / Hkv) of the group. On one rank a task may have these panels of
+ * several kv heads: `heads` of them, from kv_head on. first: where those of kv_head begin in the
  * scratch. */
 typedef struct ra__task {
     int32_t sequence, kv_head, count;
@@ -10921,7 +10922,7 @@ typedef struct ra__task {
     int32_t heads, first;
 } ra__task;
 
-/* Head h of a task. */
+/* The part of a task that is its h-th kv head. */
 RA__INLINE ra__task ra__task_head(const ra__task *t, int32_t h) {
     ra__task one = *t;
     one.kv_head += h;
@@ -10947,25 +10948,25 @@ typedef struct ra__scratch {
     ra__panel panel[RA__PANELS];
     ra__panel_rows at[RA__PANELS];
     ra__bytes size;
-    ra__key_scratch store;             /* its k and v, and pos: of size.batch blocks */
+    ra__key_scratch store;             /* k and v, like pos, of size.batch blocks */
     int32_t *pos;
     uint8_t *gathered;                 /* K and V of blocks that are in several pages */
-    ra__keys keys[RA__BATCH];          /* blocks to be folded in one call of the kernel */
+    ra__keys keys[RA__BATCH];          /* prepared blocks that wait for the next call of fold */
     int8_t kind[RA__PANELS][RA__BATCH];
-    int32_t waiting;                   /* how many there are */
+    int32_t waiting;                   /* how many blocks wait */
     int64_t first_waiting;             /* the first of them, as a block of the current chunk */
-    ra__tally waiting_tally;           /* of the blocks from there on, as they were counted */
+    ra__tally waiting_tally;           /* tiles counted from that block on */
     int64_t block;                     /* the next one of the current chunk */
     int64_t folded;                    /* blocks folded since the task was loaded */
     int64_t left;                      /* work that this step may still do, see RA__TILE_WORK */
     ra__between between;
     ra__prefetch_list ahead;
-    ra__task next;                     /* of this thread; count 0: not known */
-    int32_t prefetched;                /* panels of it whose queries have been prefetched */
+    ra__task next;                     /* this thread's next task; count 0: not known */
+    int32_t prefetched;                /* panels of that task whose queries have been prefetched */
 } ra__scratch;
 
-/* Query blocks of a task, which share each block of K and V: as many as fit in half of a level 2
- * cache with queries and sums. Bits do not depend on it.
+/* Most panels of a task, which share each block of K and V: as many as fit with queries and sums in
+ * half of a level 2 cache. Bits do not depend on it.
  * PERF: Zen 5, 4096 tokens, 8 heads. AVX-512, D 128 (64 KB per panel), 4 -> 8 panels: 84 -> 88 % of
  * the FMA peak. bf16, D 64 (24 KB), 8 -> 16: 81.7 -> 82.7 % of its peak, causal 79 -> 80.3 %.
  * AVX-512, D 64 (32 KB), 8 -> 16: 88.2 -> 87.2 %. */
@@ -10984,13 +10985,13 @@ static void ra__store_carve(ra__arena *a, const ra__bytes *size, int32_t shared,
     x->v = (uint8_t *)ra__carve(a, size->v * size->batch);
 }
 
-/* Bytes of the rows of a block of K and V of a head, without gaps. */
+/* Bytes of a block of K and V of one head, without gaps. */
 static int64_t ra__block_bytes(const ra_desc *d) {
     const int64_t v = d->v_in_k ? 0 : ra__row_bytes(d->v_dtype, d->v_dim);
     return RA_BLOCK_TOKENS * (ra__row_bytes(d->k_dtype, d->k_dim) + v);
 }
 
-/* The same, if they may have to be gathered out of pages. */
+/* Bytes into which a block may have to be gathered out of pages. */
 static int64_t ra__gathered_bytes(const ra_desc *d) {
     return d->page_tokens ? ra__block_bytes(d) : 0;
 }
@@ -11031,7 +11032,7 @@ RA__INLINE int64_t ra__ml_at(const ra__work *w, int32_t b, int64_t row, int64_t 
     return (int64_t)b * w->ml_batch + row * w->ml_row + head * w->ml_head;
 }
 
-/* Factor of q in a panel: kernels compute scores in base 2, and natural ones under a softcap. */
+/* Factor of q in a panel: kernels compute scores in base 2, or under a softcap natural ones. */
 RA__INLINE float ra__q_factor(const ra_desc *d) {
     return d->softcap > 0 ? d->scale : (float)((double)d->scale * 1.4426950408889634074);
 }
@@ -11053,7 +11054,7 @@ static ra__score ra__score_of(const ra__work *w, int32_t b, int64_t row, int32_t
     return s;
 }
 
-/* 1 if a bias of n keys, `step` bytes apart, hides them all: -inf, or from -2.36e38 down. */
+/* 1 if each of n biases, `step` bytes apart, hides its key: -2.36e38 or less. -inf is fast. */
 static int ra__bias_hides_row(const uint8_t *at, int32_t n, int64_t step, int32_t dtype) {
     const int32_t size = dtype == RA_F32 ? 4 : 2;
     const uint64_t all = dtype == RA_F32 ? UINT64_C(0xff800000ff800000)
@@ -11105,7 +11106,7 @@ static ra__drop ra__drop_of(const ra__work *w, int32_t b, int32_t head) {
     return x;
 }
 
-/* Sets the state of a panel whose rows have seen no key. */
+/* Sets the state of a panel to that of rows that have seen no key. */
 static void ra__panel_clear(const ra__work *w, const ra__panel *p) {
     for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
         p->m[r] = r < p->rows ? ra__neg_inf() : 0.0f;
@@ -11147,7 +11148,7 @@ static float ra__row_end(const ra__work *w, int32_t b, int64_t row, int64_t head
     return factor;
 }
 
-/* Writes the rows of a panel to o and lse, or merges them. */
+/* Writes the rows of a panel to o and lse, or merges them with what is there. */
 static void ra__panel_finish(const ra__work *w, const ra__panel_rows *at, const ra__panel *p) {
     const int64_t size = w->d->v_dim * (int64_t)sizeof(float);
     const ra__view o = ra__panel_view(w->o, at), lse = ra__panel_view(w->lse, at);
@@ -11167,14 +11168,14 @@ static void ra__panel_finish(const ra__work *w, const ra__panel_rows *at, const 
     w->kernel->store_o(p, ra__view_out(o), o.token, w->d->o_dtype, w->d->v_dim, factor);
 }
 
-/* What the rows of a segment of at most 64 see: as bounds and, per row, in `rows`. */
+/* What the rows of a segment of at most 64 rows see: returns their bounds, sets `rows`. */
 static ra__bounds ra__rows_mask(const ra__work *w, int32_t sequence, const ra__seg *seg,
                                 ra__rows *rows) {
     int64_t end = ra__key_end(w->d, sequence, w->any_position);
     return ra__rows_fill(&w->d->mask, end, seg, ra__side_array(&w->q_side, sequence), rows);
 }
 
-/* Number of rows of a panel, how their scores are modified, and what to prefetch meanwhile. */
+/* Sets the number of rows of a panel, how their scores are modified, and what to prefetch. */
 static void ra__panel_scores(const ra__work *w, int32_t sequence, const ra__seg *seg, int32_t head,
                              ra__prefetch_list *prefetch, ra__panel *p) {
     p->rows = (int32_t)seg->rows;
@@ -11204,7 +11205,7 @@ static void ra__panel_set(const ra__work *w, const ra__task *t, int32_t i, ra__p
     ra__panel_scores(w, t->sequence, &at->seg, at->head, prefetch, p);
 }
 
-/* Rows, heads and geometry of the panels of a task. */
+/* Sets rows, heads and geometry of the panels of a task. */
 static void ra__task_rows(const ra__work *w, const ra__task *t, ra__scratch *x) {
     const int32_t group = w->d->q_heads / w->d->kv_heads;
     for (int32_t i = 0; i < t->count; i++) {
@@ -11213,7 +11214,8 @@ static void ra__task_rows(const ra__work *w, const ra__task *t, ra__scratch *x) 
     }
 }
 
-/* Packed queries and state of the panels of a task that has its rows. */
+/* Loads queries and state of the panels of a task, after ra__task_rows. first: 1: the task begins
+ * with its first chunk. */
 static void ra__task_data(const ra__work *w, const ra__task *t, ra__scratch *x, int first) {
     for (int32_t i = 0; i < t->count; i++) {
         const ra__view q = ra__panel_view(w->q, &x->at[i]);
@@ -11224,7 +11226,7 @@ static void ra__task_data(const ra__work *w, const ra__task *t, ra__scratch *x, 
     }
 }
 
-/* The keys of block s of segment i as they are stored; their positions are in `pos`. */
+/* The keys of block s, in segment i, as they are stored. pos: their positions, may be null. */
 static ra__keys ra__block_keys(const ra__item *item, int32_t i, const ra__seg *s, int32_t kv_head,
                                const int32_t *pos) {
     int64_t row = s->row - item->c.seg[i].row;
@@ -11240,8 +11242,8 @@ static ra__keys ra__block_keys(const ra__item *item, int32_t i, const ra__seg *s
     return keys;
 }
 
-/* Copies the rows of a block to `to` if they are in several pages, or some are in none, and points
- * `keys` there. */
+/* If the rows of a block are in several pages, or some page is absent, copies them to `to` and
+ * points `keys` there. */
 static void ra__keys_gather(const ra_desc *d, const ra__item *item, const ra__seg *s,
                             int32_t kv_head, uint8_t *to, ra__keys *keys) {
     const int64_t k = ra__row_bytes(d->k_dtype, d->k_dim), v = ra__row_bytes(d->v_dtype, d->v_dim);
@@ -11258,7 +11260,7 @@ static void ra__keys_gather(const ra_desc *d, const ra__item *item, const ra__se
     keys->v_stride = v;
 }
 
-/* Copies a block of keys, from position `pos` on, to `to` by w->gather, and points `keys` there. */
+/* Copies a block of keys, from position pos on, to `to` by w->gather, and points `keys` there. */
 static void ra__keys_copy(const ra__work *w, int64_t pos, uint8_t *to, ra__keys *keys) {
     const int64_t k = ra__row_bytes(w->d->k_dtype, w->d->k_dim);
     w->gather->rows(w->gather->of, pos, keys->n, to, NULL);
@@ -11280,7 +11282,8 @@ static void ra__task_flush(const ra__work *w, const ra__task *t, ra__scratch *x)
     x->waiting = 0;
 }
 
-/* Block i of a chunk; *which: its segment; *pos: its positions if they are an array, or null. */
+/* Block i of a chunk in folding order. *which: its segment. *pos: its positions if they are an
+ * array, otherwise null. */
 static ra__seg ra__item_block(const ra__work *w, const ra__item *item, int64_t i, int32_t *which,
                               const int32_t **pos) {
     ra__seg s = ra__chunk_block(&item->c, w->order, i, which);
@@ -11289,9 +11292,10 @@ static ra__seg ra__item_block(const ra__work *w, const ra__item *item, int64_t i
     return s;
 }
 
-/* Classifies a block of keys for each panel of a task; 1: some panel sees some of it. Positions of
- * an array are used on one rank only: a plan counts such blocks as partial.
- * PERF: Zen 4, 32K keys of 8 lanes of a sharded cache: saves 13 % of a prefill. */
+/* Classifies a block of keys for each panel of a task; 1: some panel sees some of it. Positions in
+ * an array are looked at on one rank only, because a plan counts such blocks as partial.
+ * PERF: looking at them saves 13 % of a prefill over 32K keys in 8 lanes of a sharded cache (Zen
+ * 4). */
 static int ra__task_kinds(const ra__work *w, const ra__task *t, const ra__scratch *x,
                           const ra__seg *s, const int32_t *pos, int8_t *kind) {
     const int known = !pos || w->classify_arrays;
@@ -11306,8 +11310,8 @@ static int ra__task_kinds(const ra__work *w, const ra__task *t, const ra__scratc
     return any;
 }
 
-/* Makes tiles empty that a bias hides from all rows of their panels; 1: some tile is left. The
- * tally counts them by the mask alone, as a plan does.
+/* Makes tiles empty whose keys a bias hides from all rows of the panel; 1: some tile is left. The
+ * tally still counts them by the mask alone, as a plan does.
  * PERF: Zen 4, 1024 tokens, 8 heads, D 128, a causal mask given as a bias of f16 alone: 2.15 -> 1.3
  * times the time of RA_MASK_CAUSAL. */
 static int ra__task_hide(const ra__task *t, const ra__scratch *x, const ra__keys *keys,
@@ -11343,8 +11347,8 @@ static void ra__next_ahead(const ra__work *w, ra__scratch *x) {
     ra__prefetch_add(&x->ahead, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
 }
 
-/* Lists the next blocks of keys, from block i on, to be prefetched. If the task has several heads,
- * head h prefetches the h-th of equal parts of their tokens, for all heads. */
+/* Lists what to prefetch: the next blocks of keys, from block i on. If the task has several heads,
+ * their tokens are cut into as many parts, and head h prefetches part h for all heads. */
 static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item *item, int64_t i,
                            ra__scratch *x) {
     int64_t blocks = ra__chunk_blocks(&item->c);
@@ -11380,8 +11384,8 @@ static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item 
     ra__prefetch_begin(a);
 }
 
-/* Prepares block i of the keys if some panel of the task sees any of it, and folds once `batch`
- * blocks are prepared. */
+/* Prepares block i of the keys if some panel of the task sees any of it. Folds all waiting blocks
+ * once size.batch of them wait. */
 static void ra__task_block(const ra__work *w, const ra__task *t, const ra__item *item, int64_t i,
                            ra__scratch *x, ra__tally *tally) {
     const int32_t at = x->waiting;
@@ -11424,8 +11428,8 @@ static void ra__task_save(const ra__work *w, const ra__task *t, const ra__scratc
     }
 }
 
-/* The blocks of a chunk from x->block on (0 at its start) until x->left is used up. 1: the chunk is
- * folded. */
+/* Folds the blocks of a chunk from x->block on (0 at its start) until x->left is used up. 1: the
+ * chunk is folded. */
 static int ra__task_some(const ra__work *w, const ra__task *t, const ra__item *item,
                          ra__scratch *x, ra__tally *tally) {
     int64_t blocks = ra__chunk_blocks(&item->c);
@@ -11459,8 +11463,8 @@ static ra__task ra__task_of(int32_t b, int64_t all, int32_t panels, int64_t inde
 }
 
 /* -------------------------------------------------------------------------- user-supplied kernels
- * The same with a block engine: a task is `block_queries` rows of a sequence, all heads. Each
- * segment of a chunk is one call, and its partial result is merged into (m, l, acc). */
+ * The same with a block engine. A task is block_queries rows of a sequence, with all heads. Each
+ * segment of a chunk is one call, whose partial result is merged into (m, l, acc). */
 typedef struct ra__engine_scratch {
     int32_t thread;
     int32_t *q_pos, *lo, *hi, *doc, *keep, *k_pos;
@@ -11480,8 +11484,8 @@ static void ra__engine_carve(ra__arena *a, const ra_desc *d, ra__engine_scratch 
     x->lse = (float *)ra__carve(a, rows * d->q_heads * 4);
 }
 
-/* Adds to the state (m, l, acc [dim]) of a row the state (m2, l2, acc2) that it has for other keys:
- * both are scaled to the larger maximum. l 0: no key was seen. */
+/* Adds to the state (m, l, acc [dim]) of a row its state (m2, l2, acc2) over other keys: both are
+ * scaled to the larger maximum. l 0: no key was seen. */
 static void ra__state_merge(float *m, float *l, float *acc, float m2, float l2,
                             const float *acc2, int32_t dim) {
     const double ln2 = 0.69314718055994530942;
@@ -11500,14 +11504,14 @@ static void ra__state_merge(float *m, float *l, float *acc, float m2, float l2,
     *m = top;
 }
 
-/* Writes element i of a row of f32, f16 or bf16. */
+/* Writes element i of a row. dtype: f32, f16 or bf16. */
 RA__INLINE void ra__store_element(uint8_t *row, int32_t i, int32_t dtype, float x) {
     uint16_t half = dtype == RA_F16 ? ra__f16_of_f32(x) : ra__bf16_of_f32(x);
     if (dtype == RA_F32) memcpy(row + 4 * (int64_t)i, &x, 4);
     else memcpy(row + 2 * (int64_t)i, &half, 2);
 }
 
-/* Writes final rows from a state in memory: for engines and ra_state_finish. */
+/* Writes final rows from their state in memory, for engines and ra_state_finish. */
 static void ra__rows_finish(const ra__work *w, int32_t b, const ra__seg *s, int32_t head) {
     for (int64_t r = s->row; r < s->row + s->rows; r++) {
         const int64_t at = ra__ml_at(w, b, r, head);
@@ -11528,7 +11532,7 @@ static void ra__rows_clear(const ra__work *w, int32_t b, const ra__seg *s, int32
     }
 }
 
-/* Fills the geometry of an engine's rows; returns their bounds. */
+/* Sets the geometry of an engine's rows; returns their bounds. */
 static ra__bounds ra__engine_geometry(const ra__work *w, int32_t b, const ra__seg *rows,
                                       const ra__engine_scratch *x) {
     ra__bounds all = ra__bounds_none();
@@ -11568,7 +11572,8 @@ static int ra__engine_call(const ra__work *w, const ra__item *item, const ra__se
     ra__view q = ra__view_at(w->q, b, rows->row, 0), k, v;
     ra_block call;
     int64_t first, last;
-    if (!item->k[i].data) return 0;    /* left off: no row sees it, only the bounds of all do */
+    if (!item->k[i].data) return 0;    /* left out: each block sees none of it. Bounds of all
+                                        * rows together may */
     ra__chunk_span(&item->c, i, &first, &last);
     int kind = item->pos[i] ? RA__PARTIAL : ra__classify(&bounds, first, last);
     if (kind == RA__EMPTY) return 0;
@@ -11628,10 +11633,11 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
 /* ========================================================================== BACKWARD
  * Gradients of some query rows and of the keys of one chunk, from the gradient of O and the LSE
  * over all keys. In: the call's tensors, and where the keys are. Out: f32 sums of dQ, dK and dV,
- * which start at 0 and are handed to the caller once. Nothing of size Tq x Tk is stored: P is
- * computed again from Q, K and LSE, tile by tile (FlashAttention-2, arXiv 2307.08691, 3.2).
+ * which start at 0 and go to the caller once, when they are complete. Nothing of size Tq x Tk is
+ * stored: P is computed again from Q, K and LSE, tile by tile (FlashAttention-2, arXiv 2307.08691,
+ * 3.2).
  *
- * The order of sums is fixed, so bits depend on neither ranks, threads nor chunks. A unit is a
+ * The order of sums is fixed, so bits depend on neither ranks nor threads nor chunks. A unit is a
  * block of the grid, or with zigzag the mirrored blocks k and n - 1 - k, front first. The dQ of a
  * row sums blocks of keys in the row's forward order. The dK and dV of a block of keys sum query
  * blocks by unit, with all heads of the group for each: first their own unit and those after it
@@ -11641,9 +11647,10 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
  *
  * With RA_TRAVEL_Q the roles are exchanged: dK and dV sum query blocks from the first to the last,
  * and dQ sums keys by unit, from the row's own unit on and then those before it. RA__AFTER then
- * means query units up to the key's. If queries and keys differ in positions, it is all tiles. */
+ * means query units up to the key's. If queries and keys differ in positions, all tiles are
+ * RA__AFTER. */
 
-/* Tiles whose query unit is not below the key's, and the others. */
+/* Phases: tiles whose query unit is not below the key's, and the others. */
 enum { RA__AFTER = 1, RA__BEFORE = 2, RA__BOTH = 3 };
 
 enum { RA__BACK_PANELS = 8,            /* most panels that share a block of keys and its sums */
@@ -11656,34 +11663,34 @@ typedef struct ra__back {
     ra__view d_o, d_q;                 /* the caller's */
     const float *delta;                /* [B][rows][Hq], strides of m and l in w; null: computed
                                         * from O and dO when a panel is loaded */
-    int32_t square;                    /* 1: queries and keys are the same positions of the grid */
+    int32_t square;                    /* 1: queries and keys have the same positions on the grid */
     const ra__chunk *rows;             /* RA_TRAVEL_Q: the query rows that the views have; null:
                                         * those of w->q_side */
-    const ra__bounds *stripe;          /* [stripes] of a sequence, `stripe_blocks` query blocks by
-                                        * unit each: what their rows see; null: not known */
-    int64_t stripe_blocks, stripes;
+    const ra__bounds *stripe;          /* [B][stripes] what the rows of a stripe see; null: not
+                                        * known */
+    int64_t stripe_blocks, stripes;    /* query blocks of a stripe, by unit; stripes per sequence */
 } ra__back;
 
-/* Where the f32 sums of one task are, with strides in bytes; data null: not requested. */
+/* Where the f32 sums of one task are; data null: not requested. */
 typedef struct ra__grads {
     ra__view dq;                       /* row 0 and first head of the group; token, head strides */
     ra__view dk[2], dv[2];             /* first row of each segment of the item, this kv head.
                                         * v_in_k: dv are columns of dk */
-    int32_t edge;                      /* RA__FIRST: dQ starts at 0, dq is not read; RA__LAST: dQ
-                                        * goes to the caller's d_q, dq is not written */
+    int32_t edge;                      /* RA__FIRST: dQ starts at 0, and dq is not read. RA__LAST:
+                                        * dQ goes to the caller's d_q, and dq is not written */
     int32_t bias;                      /* 1: add to the caller's d_bias */
 } ra__grads;
 
-/* What one task of a backward pass computes: a whole kv head (want_q and want_k, one part) or, with
- * more threads than kv heads, part `part` of `parts`: dQ of some query blocks (want_q), or dK and
- * dV of some blocks of keys (want_k). */
+/* What one task of a backward pass computes: a whole kv head (want_q and want_k are 1, one part),
+ * or, with more threads than kv heads, part `part` of `parts`: dQ of some query blocks (want_q), or
+ * dK and dV of some blocks of keys (want_k). */
 typedef struct ra__back_slice {
     ra__task t;
     int32_t want_q, want_k, part, parts;
 } ra__back_slice;
 
-/* Points g at the sums of a chunk's keys, of one head, in arrays with all rows of the shard:
- * sums[0] of dK, sums[1] of dV; data null: not requested. Under v_in_k dV is part of dK. */
+/* Points g at the sums of a chunk's keys, of one head. sums[0], [1]: dK and dV of all rows of the
+ * shard; data null: not requested. With v_in_k dV is part of dK. */
 static void ra__grads_at(const ra_desc *d, const ra__chunk *c, const ra__view sums[2],
                          int32_t head, ra__grads *g) {
     ra__view dk = sums[0], dv = sums[1];
@@ -11699,7 +11706,7 @@ static void ra__grads_at(const ra_desc *d, const ra__chunk *c, const ra__view su
     }
 }
 
-/* Cuts an item down to units [from, to) of its keys, with their gradients. */
+/* Cuts an item, and the sums of its keys, down to units [from, to). */
 static void ra__item_cut(ra__item *item, ra__grads *g, int64_t from, int64_t to) {
     ra__chunk *c = &item->c;
     for (int32_t i = 0; i < c->segs; i++) {
@@ -11712,14 +11719,14 @@ static void ra__item_cut(ra__item *item, ra__grads *g, int64_t from, int64_t to)
     }
 }
 
-/* Cuts an item down to part `part` of `parts` of its blocks of keys. */
+/* Cuts both down to part `part` of `parts`. */
 static void ra__item_part(ra__item *item, ra__grads *g, int32_t part, int32_t parts) {
     int64_t units = ra__chunk_units(&item->c);
     ra__item_cut(item, g, ra__part(units, parts, part), ra__part(units, parts, part + 1));
 }
 
-/* Sets the panels of a slice, out of `blocks` query blocks: all if it computes dK and dV, otherwise
- * its part. */
+/* Sets the panels of a slice of `blocks` query blocks: all of them if it computes dK and dV,
+ * otherwise its part. */
 static void ra__slice_blocks(const ra_desc *d, ra__back_slice *s, int64_t blocks) {
     const int32_t group = d->q_heads / d->kv_heads;
     const int64_t from = s->want_k ? 0 : ra__part(blocks, s->parts, s->part);
@@ -11738,8 +11745,8 @@ static void ra__slice_keys(const ra__work *w, const ra__back_slice *s, const ra_
     if (!s->want_q) ra__item_part(item, g, s->part, s->parts);
 }
 
-/* 1 if a slice adds to the gradient of the bias. If that has one sum per key, the slices with dK
- * add to it, otherwise those with dQ. */
+/* 1 if a slice adds to the gradient of the bias. If all rows share its elements, the slices with
+ * want_k add to it, otherwise those with want_q. */
 static int32_t ra__slice_adds_bias(const ra__work *w, const ra__back_slice *s) {
     return w->t->d_bias.row_step == 0 ? s->want_k : s->want_q;
 }
@@ -11754,12 +11761,12 @@ typedef struct ra__back_scratch {
     ra__back_job job[RA__BACK_PANELS];
     ra__prefetch_list ahead;
     int32_t next_panels, prefetched;   /* panels of the next batch; how many are prefetched */
-    ra__key_scratch store;             /* [most] blocks; the last one is not kept */
+    ra__key_scratch store;             /* [most] blocks, of which the last one is not kept */
     ra__bytes size;
     ra__prepared *prepared;            /* [most] */
     int64_t most;
     int32_t *pos;
-    int32_t panels;                    /* as many as the kernel takes at a time */
+    int32_t panels;                    /* most of a batch */
     int32_t phase;                     /* RA__AFTER | RA__BEFORE: which tiles of a chunk count */
     int kind[RA__BACK_PANELS];         /* classes of the tiles of one block of keys */
     ra__tally tally;
@@ -11768,12 +11775,12 @@ typedef struct ra__back_scratch {
     int32_t loaded, any_tile;          /* 1: the batch is loaded; it has tiles to compute */
     int64_t left;                      /* work that this step may still do, see RA__TILE_WORK */
     ra__between between;
-    double sum;                        /* of a sink's gradient, over the blocks before: */
-    int64_t sum_block;
+    double sum;                        /* of a sink's gradient, over the query blocks before */
+    int64_t sum_block;                 /* sum_block of sum_sequence */
     int32_t sum_sequence;
 } ra__back_scratch;
 
-/* blocks: how many blocks of keys may be kept prepared for further batches of a task's panels. */
+/* blocks: how many blocks of keys may stay prepared for further batches of a task's panels. */
 static void ra__back_carve(ra__arena *a, const ra_desc *d, int64_t blocks, ra__back_scratch *x) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float), tile = lane * RA_BLOCK_TOKENS;
     const int64_t k_dim = ra__round_up(d->k_dim, 32); /* as AMX pads */
@@ -11810,14 +11817,15 @@ static int64_t ra__back_scratch_bytes(const ra_desc *d) {
     return a.used;
 }
 
-/* Unit of the block at position pos of sequence b. */
+/* Unit of the block that position pos of sequence b is in. */
 static int64_t ra__unit(const ra_desc *d, int32_t b, int64_t pos) {
     int64_t block = pos / RA_BLOCK_TOKENS;
     int64_t last = ra__ceil_div(ra__q_len(d, b), RA_BLOCK_TOKENS) - 1;
     return d->layout.kind == RA_LAYOUT_ZIGZAG ? ra__min(block, last - block) : block;
 }
 
-/* Query block i of sequence b by unit, ascending: with zigzag from both segments in turn. */
+/* Query block i of sequence b in the ascending order of units: with zigzag from both segments in
+ * turn. */
 static void ra__back_block(const ra__back *x, int32_t b, int64_t i, ra__seg *out) {
     const ra__work *w = x->w;
     int32_t which;
@@ -11841,14 +11849,14 @@ static ra__source ra__source_of(ra__view v, int32_t dtype, int32_t dim) {
 }
 
 /* 1 if weights can be computed again from this LSE: its rounding, and that of its product with
- * log2(e), changes them by a factor of at most e. In a larger LSE, such as that of a row where a
+ * log2(e), changes them by a factor of at most e. If its magnitude is larger, as in a row where a
  * bias of -1e9 masks every key, the sum over the keys is lost in rounding. */
 RA__INLINE int ra__lse_serves(float lse) {
     return !(lse <= -8388608.0f) && !(lse >= 8388608.0f && lse <= 3.40282347e38f);
 }
 
-/* Sets the LSE in base 2 and delta of a panel's rows. An LSE of +inf makes weights 0: in rows
- * without keys, and where ra__lse_serves is 0. */
+/* Sets the LSE in base 2, and delta, of a panel's rows. Rows without keys, and those where
+ * ra__lse_serves is 0, get an LSE of +inf, which makes their weights 0. */
 static void ra__back_stats(const ra__back *b, const ra__panel_rows *x, const ra__panel *p) {
     const ra__work *w = b->w;
     const int64_t at = ra__ml_at(w, x->sequence, x->seg.row, x->head);
@@ -11895,7 +11903,7 @@ RA__INLINE ra__view ra__back_dq(const ra__task *t, const ra__back *b, const ra__
     return ra__view_at(g->dq, 0, x->at[i].seg.row, x->at[i].head - t->kv_head * group);
 }
 
-/* Loads Q, dO, LSE, delta and the sums of dQ of a batch of panels; used 0: only the sums. */
+/* Loads Q, dO, LSE, delta and the sums of dQ of a batch of panels. used 0: only the sums. */
 static void ra__back_load(const ra__back *b, const ra__task *t, const ra__grads *g, int used,
                           ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
@@ -11936,8 +11944,8 @@ static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads 
 }
 
 /* Classifies the tiles of a block of keys and each panel of a batch. Those of a phase that is not
- * in x->phase count as empty and are not tallied. Returns RA__PARTIAL if a tile is partial,
- * otherwise RA__FULL if one is full, otherwise RA__EMPTY. */
+ * in x->phase become empty and are not tallied. Returns RA__PARTIAL if a tile is partial, otherwise
+ * RA__FULL if one is full, otherwise RA__EMPTY. */
 static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s,
                           const int32_t *pos, ra__back_scratch *x) {
     int64_t first, last;
@@ -11959,10 +11967,11 @@ static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s
     return partial ? RA__PARTIAL : any ? RA__FULL : RA__EMPTY;
 }
 
-/* Brings block i of a task's keys to the kernel's form, and keeps it for further batches of panels
- * if there is room. Returns the memory of K.
- * PERF: where heads alternate in memory, the rows of one are far apart and slow to read for each
- * batch. Zen 5, bf16, 4096 tokens of 8 heads, share of peak: D 64 82 -> 83 %, D 128 81 -> 84. */
+/* Converts block i of a task's keys to the kernel's form, and keeps it for further batches of
+ * panels if there is room. Returns the memory that it gave for K.
+ * PERF: where heads alternate in memory, the rows of one are far apart and slow to read again for
+ * each batch. Zen 5, bf16, 4096 tokens of 8 heads, share of peak: D 64 82 -> 83 %, D 128 81 -> 84.
+ */
 static const void *ra__back_prepare(const ra__back *b, ra__back_scratch *x, int64_t i,
                                     ra__keys *keys, int partial) {
     const int64_t at = ra__min(i, x->most - 1), kept = i < x->most - 1;
@@ -11980,7 +11989,7 @@ static const void *ra__back_prepare(const ra__back *b, ra__back_scratch *x, int6
     return store.k;
 }
 
-/* Lists what to prefetch: the keys of block i and, with each of the last blocks of a batch, one
+/* Lists what to prefetch: the keys of block i and, during each of the last blocks of a batch, one
  * panel of the next batch. */
 static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item *item, int64_t i,
                            ra__back_scratch *x) {
@@ -12074,8 +12083,8 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     }
 }
 
-/* 1 if a batch and the item's chunk have a tile in this phase that is not empty. If not, the tiles
- * of the phase are counted. */
+/* 1 if a batch has a tile with the item's chunk in x->phase that is not empty. If it has none, the
+ * tiles of the phase have been tallied. */
 static int ra__back_any(const ra__back *b, const ra__task *t, const ra__item *item,
                         ra__back_scratch *x) {
     ra__tally before = x->tally;
@@ -12113,8 +12122,8 @@ static int64_t ra__back_blind(const ra__back *b, const ra__task *t, const ra__it
     return ra__min(at, end) - t->panel0 - x->done;
 }
 
-/* Chooses and loads the next batch of panels; 0: it has nothing to compute, load or store. Where a
- * stripe sees nothing of the chunk, RA__AFTER counts all its tiles. */
+/* Chooses and loads the next batch of panels; 0: it has nothing to compute, load or store. If a
+ * stripe sees nothing of the chunk, all its tiles are tallied in RA__AFTER. */
 static int ra__back_open(const ra__back *b, const ra__task *t, const ra__item *item,
                          const ra__grads *g, ra__back_scratch *x) {
     const int edge = g->edge && g->dq.data;
@@ -12172,7 +12181,7 @@ static void ra__back_task(const ra__back *b, const ra__task *t, const ra__item *
     (void)ra__back_some(b, t, item, g, x);
 }
 
-/* Sets the sums of a chunk's keys, of one kv head, to 0. Under v_in_k dV is part of dK. */
+/* Sets the sums of a chunk's keys, of one kv head, to 0. With v_in_k dV is part of dK. */
 static void ra__grads_clear(const ra_desc *d, const ra__chunk *c, const ra__grads *g) {
     for (int32_t i = 0; i < c->segs; i++)
         for (int64_t j = 0; j < c->seg[i].rows; j++) {
@@ -12242,8 +12251,8 @@ static int ra__back_sink_some(const ra__back *b, int32_t head, ra__back_scratch 
 }
 
 /* ========================================================================== LOCAL
- * One call on one rank: its checks, and attention by tasks that the threads (ith of nth) share. In:
- * a descriptor and tensors. Out: O and LSE. No plan and no ring is needed, nothing is allocated. */
+ * One call on one rank: its checks, and attention by tasks that its threads (ith of nth) share. In:
+ * a descriptor and tensors. Out: O and LSE. It needs no plan and no ring, and allocates nothing. */
 
 /* A call on one rank as one thread sees it. */
 typedef struct ra__local {
@@ -12253,11 +12262,11 @@ typedef struct ra__local {
     ra__cursor q_cursor, k_cursor;     /* of q_side and k_side, with runs */
     ra__view kv[2];
     int64_t rows[2];                   /* query rows, key rows of a tensor per sequence */
-    ra__extent extent[RA__TENSOR_LSE + 1];
+    ra__extent extent[RA__TENSOR_LSE + 1];     /* of tensors that have been accepted */
     int32_t is_short;                  /* 1: rows of panels are head rows: see ra__may_be_short */
 } ra__local;
 
-/* Sets the side of the queries or keys. Positions given with the call replace the layout's. */
+/* Sets the side of the queries, or of the keys. Positions of the call replace the layout's. */
 static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int keys, ra__side *side,
                                 ra__cursor *cursor) {
     const char *field = keys ? "t.k_pos" : "t.q_pos";
@@ -12292,7 +12301,7 @@ static int ra__local_same_counts(const ra__local *c) {
     return 1;
 }
 
-/* Resolves and checks a call on one rank. t null: descriptor only. */
+/* Resolves and checks a call on one rank. t null: the descriptor only. */
 static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__local *c) {
     ra_error *e = d ? d->error : NULL;
     ra_status s;
@@ -12332,8 +12341,8 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     return s;
 }
 
-/* A short call has too few tokens to fill a panel. If several query heads read a kv head, and their
- * scores differ by no more than a bias, the panels have the head rows of all of them. */
+/* A short call has too few tokens to fill a panel. If several query heads read a kv head, and
+ * nothing but a bias makes their scores differ, a panel has head rows of all of them. */
 RA__INLINE int ra__may_be_short(const ra_desc *d) {
     return d->q_heads > d->kv_heads && d->dropout <= 0.0f &&
            !(d->scores & RA_SCORE_ALIBI);
@@ -12343,7 +12352,7 @@ RA__INLINE int ra__is_short(const ra_desc *d) {
     return d->tokens < RA_BLOCK_TOKENS && ra__may_be_short(d);
 }
 
-/* Bytes in which a short call gathers the rows of a panel, of Q or of O. */
+/* Bytes into which a short call gathers the rows of a panel, of Q or of O. */
 static int64_t ra__short_bytes(const ra_desc *d) {
     return RA_BLOCK_TOKENS * ra__max(ra__row_bytes(d->q_dtype, d->k_dim),
                                      ra__row_bytes(d->o_dtype, d->v_dim));
@@ -12359,7 +12368,7 @@ static int64_t ra__query_position(const ra__local *c, int32_t b, int64_t row) {
     return s.pos;
 }
 
-/* Sets where the bias of each head row of a panel is. The panel begins with head row `first`. */
+/* Sets where the bias of each head row of a panel is. first: its first head row. */
 static void ra__short_bias(const ra_bias *bias, int32_t group, int64_t first, ra__panel *p,
                            ra__rows *rows) {
     if (!bias->row_step && !bias->head_step) return;
@@ -12419,7 +12428,7 @@ static void ra__short_save(const ra__local *c, const ra__task *t, const ra__scra
     }
 }
 
-/* 1: the heads of a token are adjacent in K and in V. */
+/* 1: in K and in V the heads of a token have no gaps between them. */
 static int ra__local_beside(const ra__local *c) {
     const ra_desc *d = &c->d;
     return c->kv[0].head == ra__row_bytes(d->k_dtype, d->k_dim) &&
@@ -12436,16 +12445,16 @@ static int64_t ra__local_blocks(const ra__local *c, int32_t b) {
 typedef struct ra__thread { int ith, nth; } ra__thread;
 static const ra__thread ra__alone = { 0, 1 };
 
-/* -------------------------------------------------------------------------- tasks */
-/* A walk over the tasks of one thread. It may stop after any block of keys, and another thread may
+/* -------------------------------------------------------------------------- tasks
+ * A walk over the tasks of one thread. It may stop after any block of keys, and another thread may
  * continue it. */
 typedef struct ra__local_walk {
     ra__scratch x;                     /* x.next: the task after this one */
     ra__task t;                        /* the current task; count 0: all are done */
     ra__item item;                     /* all keys of its sequence */
     uint8_t *gather;                   /* short calls: see ra__short_bytes */
-    int64_t passed, index;             /* tasks dealt so far: in all; of `sequence` */
-    int32_t sequence, panels, heads;   /* of a task at most: panels per kv head, kv heads */
+    int64_t passed, index;             /* tasks dealt out so far: of all sequences, of `sequence` */
+    int32_t sequence, panels, heads;   /* most panels per kv head, and most kv heads, of a task */
     ra__thread who;
     int32_t loaded;                    /* 1: the current task is loaded */
 } ra__local_walk;
@@ -12473,8 +12482,8 @@ static void ra__local_save(const ra__local *c, ra__local_walk *w) {
     w->loaded = 0;
 }
 
-/* How many kv heads a task should have, 1 to `most`, so that the busiest of nth threads has as few
- * heads as possible; of equal numbers the largest. 1 if `most` is 0. */
+/* The largest number of kv heads per task, 1 to `most`, with which the busiest of nth threads has
+ * the fewest heads. 1 if `most` is 0. */
 static int32_t ra__even_heads(const ra_desc *d, int64_t most, int nth) {
     int64_t least = INT64_MAX;
     int32_t best = 1;
@@ -12486,8 +12495,8 @@ static int32_t ra__even_heads(const ra_desc *d, int64_t most, int nth) {
     return best;
 }
 
-/* kv heads per task of a short call, whose panels may be at most `panels` in all. One, unless the
- * heads of a token are adjacent and the kernel folds one block per call.
+/* kv heads per task of a short call; all panels of a task are at most `panels`. One head, unless
+ * the heads of a token have no gaps and the kernel folds one block per call.
  * PERF: with several, memory is read in the order of its addresses. Zen 4, 8 tokens, 32/8 heads of
  * D 128, 32768 keys, one thread, one head -> 8: bf16 38.6 -> 26.9 ms, f16 61 -> 50, f32 61 -> 55;
  * 16 tokens: 62 -> 47, 106 -> 88, 98 -> 90. */
@@ -12509,8 +12518,8 @@ static int32_t ra__local_panels(const ra__local *c, int32_t panels, int nth) {
     return panels;
 }
 
-/* 1 if entry `index` of a list is dealt to the thread. turns: every second round goes through the
- * threads backwards, because causal rows cost more towards the end. */
+/* 1 if entry `index` of a list is dealt to the thread. turns: every second round deals to the
+ * threads in reverse, because later causal rows cost more. */
 static int ra__deals_to(ra__thread who, int64_t index, int turns) {
     const int64_t place = index % who.nth;
     return (turns && index / who.nth % 2 ? who.nth - 1 - place : place) == who.ith;
