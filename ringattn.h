@@ -12584,38 +12584,40 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, r
 
 /* ========================================================================== DECODE
  * Few query rows. A handful is the tokens of which at most 16 head rows read each kv head; with
- * RA_FORM_SAME a call may have several. A kernel takes up to 4 head rows at once, called a four,
+ * RA_FORM_SAME a call may have several handfuls. A kernel takes up to 4 head rows at once, a four,
  * and computes dot products over Dk. Most of the time goes into reading memory. So a task has
  * several kv heads of a sequence, and reads a stretch of 16 tokens for all of them before the next
- * stretch. Where the heads of a token are adjacent, memory is thus read and prefetched in the order
+ * stretch. Where the heads of a token have no gaps, memory is then read and prefetched in the order
  * of its addresses.
- * With one row per kv head, and keys that caches may hold, a stretch has 64 keys. One call of the
- * kernel then takes all heads of a task. It reads 4 keys of all heads before the next 4, and f32
+ *
+ * With one row per kv head, and keys that caches may hold, a stretch has 64 keys, and one call of
+ * the kernel takes all heads of a task. It reads 4 keys of all heads before the next 4, and f32
  * values of several heads at a time. The processor prefetches both by itself.
- * PERF: rows 2 KB apart share so few sets of the L1 cache that keys come from L2. Zen 4, f32, 64
- * keys that begin 16 bytes off a line, speed beside a plain loop at -Ofast -march=native, head by
- * head -> all heads: 8 heads of D 64 1.37 -> 1.75, 32 heads 1.31 -> 1.92.
- * PERF: while a stretch of 16 or 64 tokens is computed, the next is prefetched into L2. L1 is too
- * small for that: rows 4 KB apart share its sets, and the queries and sums of 8 heads fill it.
- * Zen 4, 32/8 heads of D 128, 32768 keys, one thread, share of the speed of a loop that only reads:
- * f32 62 -> 100 %, f16 62 -> 75, bf16 61 -> 105; [Hkv][T][D]: 80 -> 105, 69 -> 72, 75 -> 100. The
- * rest of f16 is arithmetic. Prefetched into L1 the same stretches give 69 % in f32.
- * PERF: the above is for AMD's family 0x19 (Zen 3, Zen 4). Other processors use decode_near if the
- * kernel has it, and prefetch into L1. Zen 5, the same, [T][Hkv][D], gcc -O2, L2 -> near: f32 66 ->
- * 82 %, f16 57 -> 74, bf16 59 -> 79; two threads 76 -> 94, 68 -> 89, 72 -> 86.
+ * PERF: head by head, keys come from L2, because rows 2 KB apart share few sets of L1. Zen 4, f32,
+ * 64 keys that begin 16 bytes off a line, speed beside a plain loop at -Ofast -march=native, head
+ * by head -> all heads: 8 heads of D 64 1.37 -> 1.75, 32 heads 1.31 -> 1.92.
+ *
+ * PERF: AMD family 0x19 (Zen 3, Zen 4) prefetches the next stretch into L2 while it computes one.
+ * L1 is too small for that: rows 4 KB apart share its sets, and the queries and sums of 8 heads
+ * fill it. Zen 4, 32/8 heads of D 128, 32768 keys, one thread, share of the speed of a loop that
+ * only reads, without -> with: f32 62 -> 100 %, f16 62 -> 75 (the rest is arithmetic), bf16 61 ->
+ * 105; [Hkv][T][D] 80 -> 105, 69 -> 72, 75 -> 100. Prefetched into L1: f32 69 %.
+ * PERF: other processors prefetch into L1, and use decode_near if the kernel has it. Zen 5, the
+ * same, [T][Hkv][D], gcc -O2, L2 -> near: f32 66 -> 82 %, f16 57 -> 74, bf16 59 -> 79; two threads
+ * 76 -> 94, 68 -> 89, 72 -> 86.
  * PERF: decode_near computes the scores of 8 keys of all heads, then adds their values; the last
- * values of a block go to acc at once. Before, it took 16 keys of a head and then the next head,
- * and the scores of each unit before the values of the unit before it. Zen 5, one thread, in turn,
- * [T][Hkv][D]: f16 74 -> 78 % of a reading loop, bf16 80 -> 81, f32 83 -> 82; [Hkv][T][D]: f32 93
- * -> 98, bf16 92 -> 96, f16 86 -> 87. Over 128 keys f16 takes 0.87 of the time, bf16 0.95.
- * PERF: where heads are adjacent, the rest is traffic between L1 and L2. Loops that only read what
- * decoding reads, ms: in the order of addresses 4.0; 2, 4, 8 tokens at a time head by head, while
- * the next are prefetched, 4.2, 4.5, 4.8; K of 8 tokens, then V, 4.4. Copied row by row to
- * [head][token] as well 5.5, and read there 6.6. So a line costs 2 to 3 cycles each time that it
- * enters or leaves L1 again, beside 8 for memory. 8 tokens and the queries and sums of 8 heads have
- * 56 KB or more. With more tokens at a time sums stay in registers, but keys come from L2: bf16
- * with 8, 16, 32, 64 tokens 84, 76, 63, 60 %. 64 tokens prefetched only into L2: 55 %, and from
- * there into L1 before their use: 65 %. */
+ * values of a block go to acc at once. Zen 5, one thread, in turn, 16 keys of one head after the
+ * other -> 8 keys of all heads, [T][Hkv][D]: f16 74 -> 78 % of a reading loop, bf16 80 -> 81, f32
+ * 83 -> 82; [Hkv][T][D]: f32 93 -> 98, bf16 92 -> 96, f16 86 -> 87. Over 128 keys f16 takes 0.87 of
+ * the time, bf16 0.95.
+ * PERF: where heads have no gaps, what is left is traffic between L1 and L2. Loops that only read
+ * what decoding reads take, in ms: in the order of addresses 4.0; 2, 4, 8 tokens at a time head by
+ * head, while the next ones are prefetched, 4.2, 4.5, 4.8; K of 8 tokens, then V, 4.4; copied row
+ * by row to [head][token] as well 5.5, and read from there 6.6. So each time that a line enters or
+ * leaves L1 again costs 2 to 3 cycles, beside 8 for memory. 8 tokens and the queries and sums of 8
+ * heads have 56 KB or more. With more tokens at a time sums stay in registers, but keys come from
+ * L2: bf16 with 8, 16, 32, 64 tokens 84, 76, 63, 60 %. 64 tokens prefetched only into L2 give 55 %,
+ * and 65 % if they go from there into L1 before their use. */
 enum { RA__HANDFUL = 16, RA__DECODE_BYTES = 256 << 10,
        RA__DECODE_AHEAD = 16 << 10, RA__DECODE_NEAR_AHEAD = 4 << 10, RA__DECODE_CACHED = 16 << 20,
        RA__DECODE_PART = 16, RA__DECODE_SLOTS = 128 };
@@ -12629,23 +12631,22 @@ typedef struct ra__decode {
     ra__paged paged;                   /* pages of the sequence */
     int32_t heads;                     /* most kv heads of a task */
     int32_t sequence, head, count;     /* kv heads [head, head + count) */
-    int64_t first_row, handful;        /* token row where the handful begins, and from which its
-                                        * rows are counted; most tokens of a handful */
+    int64_t first_row;                 /* token row with which the handful begins: row 0 below */
+    int64_t handful;                   /* most tokens of a handful */
     int32_t part, parts;               /* of the blocks [first, last) that some row sees */
-    int64_t first, last, blocks;       /* blocks: of all keys */
-    int32_t head_rows, fours, rows, keys;  /* fours: most of a head; rows: tokens; keys: of a
-                                        * stretch */
-    int32_t most;                      /* keys of a stretch that all rows see */
-    int32_t step;                      /* fours of a kv head in this handful */
+    int64_t first, last, blocks;       /* blocks: how many all keys have */
+    int32_t head_rows, rows, step;     /* head rows, tokens and fours per kv head of the handful */
+    int32_t fours;                     /* most fours of a kv head */
+    int32_t keys, most;                /* keys of a stretch; of one that all rows see */
     int64_t last_row;                  /* of the keys */
     ra__stream ahead[2];               /* prefetches of K and V, without their addresses */
     int64_t rows_ahead[2];             /* token rows from those computed to those prefetched */
-    int32_t one_row;                   /* 1: few have one_row */
-    int32_t direct;                    /* 1: few have o: the kernel may write O itself */
+    int32_t one_row;                   /* 1: `few` have one_row */
+    int32_t direct;                    /* 1: `few` have o: the kernel may write O itself */
     int32_t lean;                      /* 1: one head row, and keys that caches may hold */
-    int32_t unit;                      /* decode_unit */
-    int32_t nears;                     /* 1: decode_near takes blocks that all rows see */
-    int32_t now;                       /* 1: it takes this block */
+    int32_t unit;                      /* decode_unit of the kernel */
+    int32_t nears;                     /* 1: decode_near takes blocks of which all rows see all */
+    int32_t now;                       /* 1: it takes the current block */
     int32_t group;                     /* query heads per kv head */
     int32_t modifies;                  /* 1: some scores may be more than dot products */
     float factor;                      /* ra__q_factor */
@@ -12685,7 +12686,7 @@ RA__INLINE int64_t ra__part_of(int64_t block) {
     return level * RA__DECODE_PART + (block / RA__DECODE_PART >> level);
 }
 
-/* The most parts of a sequence. Runs may cut keys into more blocks, which join the last part. */
+/* Most parts of a sequence. If runs cut keys into more blocks, those join the last part. */
 RA__INLINE int64_t ra__decode_limit(const ra_desc *d) {
     const int64_t blocks = ra__ceil_div(ra__k_most(d), RA_BLOCK_TOKENS);
     return ra__part_of(ra__max(blocks, 1) - 1) + 1;
@@ -12703,7 +12704,7 @@ RA__INLINE int64_t ra__slot_floats(const ra_desc *d) {
     return RA__DECODE_ROWS * (2 + ra__round_up(d->v_dim, RA__DECODE_DIMS));
 }
 
-/* rows: of a four in memory, 1 if there is only one and the kernel knows one_row, otherwise 4. */
+/* rows: for which a four has memory: 1 if it has only one and the kernel knows one_row, else 4. */
 static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, int64_t rows,
                              ra__decode *x) {
     const int64_t k = ra__round_up(d->k_dim, RA__DECODE_DIMS) * rows;
@@ -12736,7 +12737,7 @@ static int64_t ra__decode_bytes_of(const ra_desc *d, int32_t heads, int64_t rows
     return a.used;
 }
 
-/* The same, enough for any number of rows. */
+/* Enough for fours of any number of rows. */
 static int64_t ra__decode_bytes(const ra_desc *d, int32_t heads) {
     return ra__decode_bytes_of(d, heads, RA__DECODE_ROWS);
 }
@@ -12760,8 +12761,8 @@ static int64_t ra__decode_slots(const ra_desc *d) {
                         ra__ceil_div(head_rows, RA__DECODE_ROWS) * ra__slot_floats(d) * 4, 64);
 }
 
-/* kv heads of a task: as many as nth threads can share evenly. With one thread, or if threads share
- * parts, tasks have equally many, at most RA__DECODE_HEADS. */
+/* Most kv heads of a task, up to RA__DECODE_HEADS. With one thread, or if threads share parts, all
+ * tasks have about as many; otherwise all threads have. */
 static int32_t ra__decode_heads(const ra_desc *d, int nth) {
     const int64_t most = ra__ceil_div(d->kv_heads, ra__ceil_div(d->kv_heads, RA__DECODE_HEADS));
     return nth == 1 || ra__decode_shares(d) ? (int32_t)most : ra__even_heads(d, most, nth);
@@ -12835,7 +12836,7 @@ static int ra__decode_direct(const ra__local *c, const ra__decode *x, int64_t bl
            c->d.v_dim % RA__DECODE_DIMS == 0;
 }
 
-/* Takes `o` from the heads again, so that the kernel sums in acc. */
+/* Takes `o` away from the heads, so that the kernel sums in acc. */
 static void ra__decode_indirect(const ra__local *c, ra__decode *x) {
     for (int32_t h = 0; h < x->count && x->direct; h++) {
         x->few[h].o = NULL;
@@ -12860,7 +12861,8 @@ static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t he
     if (lse) memcpy(lse, &sum, sizeof sum);
 }
 
-/* Sets which keys of a block each row sees; returns the union. pos: their positions, for ARRAY. */
+/* Sets which keys of a block each row sees; returns the union. pos: their positions if they are an
+ * array, otherwise null. */
 static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *pos) {
     uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows), any = 0;
     int64_t first, last;
@@ -12898,7 +12900,7 @@ static uint64_t ra__decode_hide(const ra__local *c, ra__decode *x, int32_t n) {
     return any;
 }
 
-/* 1 if a four has biases that are not 0, of n keys of the block. run: their positions are
+/* 1 if the n keys of the block have a bias other than 0 in a four. run: 1: their positions are
  * consecutive. */
 static int32_t ra__decode_biased(const ra__decode *x, const ra__decode_rows *f, int32_t n,
                                  int32_t run) {
@@ -12911,7 +12913,8 @@ static int32_t ra__decode_biased(const ra__decode *x, const ra__decode_rows *f, 
 }
 
 /* Sets which fours are modified, and biased, in a block of n keys.
- * PERF: biases that mask are 0 nearly everywhere, and such blocks cost what they do without a bias.
+ * PERF: biases that mask are 0 nearly everywhere, and a block of zeros costs no more than without a
+ * bias.
  * Zen 5, 32/8 heads of D 128, 32768 keys, one thread, a mask of zeros: f16 9.7 -> 4.9 ms, bf16
  * 8.9 -> 4.9 (4.8 without a mask). */
 static void ra__decode_bias(const ra__local *c, ra__decode *x, int32_t n) {
@@ -12980,7 +12983,7 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
     }
 }
 
-/* Points t at its n rows of K and V of a head: in their page, or gathered from several pages. */
+/* Points t at its n rows of K and V of a head: in their page, or copied out of several pages. */
 RA__NOINLINE void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int64_t row,
                                      int32_t head, const ra__decode *x, ra__decode_keys *t) {
     const int64_t bytes[2] = { ra__row_bytes(d->k_dtype, d->k_dim),
@@ -13033,7 +13036,7 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
     }
 }
 
-/* How many keys the stretches of a block have. Sets x->now if decode_near takes them. */
+/* How many keys a stretch of the block has. Sets x->now. */
 static int32_t ra__decode_keys_of(ra__decode *x, const ra__seg *s) {
     const uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows);
     const int cut = x->paged.table && !ra__page_holds(&x->paged, s->row, s->rows);
@@ -13088,7 +13091,8 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     x->keys = keys;
 }
 
-/* Sets the rows of a handful of x->sequence, and the blocks and parts of the keys that they see. */
+/* Sets the rows of the handful at x->first_row of x->sequence, and the blocks and parts of the keys
+ * that they see. */
 static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     const int64_t tokens = ra__k_len(&c->d, x->sequence), limit = ra__decode_limit(&c->d);
     int64_t first, last;
@@ -13131,7 +13135,7 @@ RA__INLINE size_t ra__slot_sums(const ra__decode_rows *f) {
     return (size_t)(f->one_row ? dims : RA__DECODE_ROWS * dims) * sizeof(float);
 }
 
-/* Copies the sums of a four from a slot, and back. */
+/* Copies the sums of a four from a slot, and to it. */
 static void ra__slot_load(ra__decode_rows *f, const float *slot) {
     memcpy(f->l, slot + RA__DECODE_ROWS, sizeof f->l);
     for (int32_t i = 0; i < 16; i++) f->m[i] = slot[i % RA__DECODE_ROWS];
@@ -13150,9 +13154,9 @@ static float *ra__slot_at(const ra__local *c, const ra__decode *x, float *slots,
     return slots + ((at * c->d.kv_heads + head) * x->fours + four) * ra__slot_floats(&c->d);
 }
 
-/* Ends a part. If it is the only one, its sums become O. Otherwise they are stored: in the slots
- * that all threads read or, if slots is null, in the thread's own, which has the sums of all parts
- * so far; after the last part these become O. */
+/* Ends a part. If it is the only one, its sums become O. Otherwise they are stored in the slots of
+ * all threads. If slots is null, they are merged into the thread's own slot, which becomes O after
+ * the last part. */
 static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
     const int last = x->parts == 1 || (!slots && x->part + 1 == x->parts);
     if (x->direct && !x->few->o) return;
@@ -13170,7 +13174,7 @@ static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
     }
 }
 
-/* First block of a part; for x->parts, the end. Part 0 is the first of which a row sees a key. */
+/* First block of a part; of x->parts: the end. Part 0 is the first of which a row sees a key. */
 static int64_t ra__decode_cut(const ra__local *c, const ra__decode *x, int32_t part) {
     if (part == 0) return x->first;
     if (part == x->parts) return x->last;
@@ -13251,8 +13255,8 @@ static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots,
     return index;
 }
 
-/* Counts a thread that has finished. Returns 1 for the last of nth; then the count is 0 again.
- * *done need not be cleared: a value without the mark counts as 0. */
+/* Counts a thread that has finished. Returns 1 for the last of nth, and the count is 0 again. *done
+ * need not be cleared: a value without the mark counts as 0. */
 static int ra__decode_last(int64_t *done, int nth) {
     const int64_t mark = (int64_t)0x52a77e9d31 << 24, most = ((int64_t)1 << 24) - 1;
     for (;;) {
@@ -13304,8 +13308,8 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
 
 enum { RA__STACK_BYTES = 192 * 1024, RA__STACK_DECODE = 32 * 1024 };
 
-/* Sizes of workspaces. Each grows with tokens, keys, sequences and threads, and provides for the
- * forms that smaller calls may take. So the workspace of the largest call serves all. */
+/* Sizes of workspaces. None is larger for fewer tokens, keys, sequences or threads, and all provide
+ * for the forms that smaller calls take. So the workspace of the largest call serves all. */
 
 /* Bytes that nth threads share, before those of each. */
 static int64_t ra__local_shared(const ra_desc *d, int nth) {
@@ -13330,8 +13334,8 @@ static ra_status ra__check_who(ra__thread who, ra_error *e) {
     return RA_OK;
 }
 
-/* Bytes of a workspace at any address: `shared`, and `need` for each of nth threads. Refuses sizes
- * that a size_t does not hold and returns 0. */
+/* Bytes of a workspace at any address: `shared`, and `need` for each of nth threads. If a size_t
+ * cannot hold them, refuses and returns 0. */
 static size_t ra__workspace_bytes(int64_t shared, int64_t need, int nth, ra_error *e) {
     const int64_t bytes = ra__add_sat(64 + shared, ra__mul_sat(need, nth));
     if (bytes < INT64_MAX && (uint64_t)bytes <= SIZE_MAX) return (size_t)bytes;
@@ -13442,9 +13446,9 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     return ra__local_go(&c, workspace, bytes, who, decode);
 }
 
-/* For CACHE: a call of one thread, with a workspace that is large enough and a kernel that the
- * caller has chosen. ra__attend_decode decodes and returns when all is done. ra__attend_walk begins
- * a walk of LOCAL. */
+/* For CACHE: a call of one thread, with a workspace that is large enough and a kernel of the
+ * caller's choice. ra__attend_decode decodes and returns when it is done. ra__attend_walk begins a
+ * walk of LOCAL. */
 typedef struct ra__attend { ra__local c; ra__local_walk walk; } ra__attend;
 
 static ra_status ra__attend_check(const ra_desc *d, const ra_tensors *t, ra__local *c,
@@ -13593,8 +13597,9 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
 /* ========================================================================== LOCAL BACKWARD
  * Gradients on one rank. In: the tensors of a call, dO, and O and LSE of its forward pass. Out: dQ,
  * dK and dV, or f32 sums of them in the caller's arrays.
- * Work is divided into the KV heads of all sequences, and a thread computes whole heads. Those left
- * over when their number is not a multiple of nth may be cut into pieces: dQ of some query blocks,
+ *
+ * Work is divided into the KV heads of all sequences, and a thread computes whole heads. If their
+ * number is not a multiple of nth, those left over may be cut into pieces: dQ of some query blocks,
  * or dK and dV of some blocks of keys. Each piece computes S and dP again (7 matrix products
  * instead of 5). The sums, and so the bits, are the same. */
 typedef struct ra__back_local {
@@ -13624,7 +13629,7 @@ static int64_t ra__back_bytes(const ra_desc *d) {
     return a.used;
 }
 
-/* Computes the gradients of a slice that are requested. Sets the panels of p. */
+/* Computes those gradients of slice p that are requested. Sets its panels. */
 static void ra__back_run_piece(const ra__back_local *l, ra__back_slice *p, ra__back_memory *m) {
     const ra_desc *d = &l->c.d;
     const int32_t group = d->q_heads / d->kv_heads;
@@ -13654,8 +13659,8 @@ static void ra__back_run_piece(const ra__back_local *l, ra__back_slice *p, ra__b
     if (p->want_k) ra__grads_finish(&l->b, &item.c, p->t.kv_head, l->d_kv, &g);
 }
 
-/* The work of a thread: whole heads, then pieces of those left over (cut if that is faster than
- * leaving threads idle), then the sinks of some heads. */
+/* The work of a thread: whole heads, then pieces of heads that are left over (cut if that is faster
+ * than leaving threads idle), then the sinks of some heads. */
 static void ra__back_run(const ra__back_local *l, uint8_t *memory, ra__thread who) {
     const ra_desc *d = &l->c.d;
     const int64_t heads = (int64_t)d->sequences * d->kv_heads, rest = heads % who.nth;
