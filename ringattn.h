@@ -13837,45 +13837,46 @@ RA__OPTIMIZE_BEGIN("Og")
  * Order. RA_ORDER_DESCENDING goes sequence by sequence, with owners and chunks descending. It
  * serves contiguous causal shards: a row then takes keys from its own block downwards. Under
  * RA_ORDER_ASCENDING owners and chunks ascend: owner 0 sends its whole shard around, then owner 1,
- * and a rank folds its own keys when its turn as an owner comes. In both cases the order in which a
- * row meets the blocks of the grid does not depend on the number of ranks.
+ * and so on. A rank folds its own keys when its turn as an owner comes. In both orders a row meets
+ * the blocks of the grid in a sequence that does not depend on the number of ranks.
  *
  * No deadlock. All links carry chunks in the order of the one list. Take the first chunk of the
- * list that has not finished its journey: it is at the head of its link, and the receiver's buffers
+ * list that has not finished its journey. It is at the head of its link, and the receiver's buffers
  * hold only chunks before it, which are done. So with one buffer or more something can always move.
  * ra__tour_steps constructs such a run: it gives every message a step, and whatever a message waits
  * for has an earlier step.
  *
- * Rounds. With RA_ORDER_ROUNDS each rank goes through the list of a forward pass in its own order.
- * Round i of a sequence is chunk i of every shard. A rank folds its own chunk, then that of the
- * rank before it in the direction of travel, and so on around the ring, and it sends in the same
- * order. All links are busy from the start, and own keys are folded while others arrive.
+ * Rounds. With RA_ORDER_ROUNDS each rank goes through the list of a forward pass in an order of its
+ * own. Round i of a sequence is chunk i of every shard. A rank folds its own chunk, then that of
+ * the rank before it in the direction of travel, and so on around the ring. It sends in the same
+ * order. All links are busy from the start, and a rank folds its own keys while others arrive.
  *
  * Rounds cannot deadlock with two buffers or more. Sort all messages by round, then by hops from
- * the owner. Each link carries them in this order, and a message waits only for earlier ones: it
- * needs a buffer, so the chunk that was in it must be folded and sent on. Folding waits only for
- * earlier messages of the same link. With two buffers, another message came on this link between
- * that chunk and this message. It has more hops than the chunk had, or is of a later round; so the
- * chunk, sent on with one hop more, is no later than it and earlier than this message.
+ * the owner. Each link carries them in this order. A message waits only for earlier ones:
+ * - It needs a buffer. So the chunk that was in the buffer must be folded and sent on.
+ * - That chunk is folded when earlier messages of the same link have come.
+ * - That chunk is sent on in an earlier message. With two buffers, another message came on this
+ *   link between the chunk and this message. It has more hops than the chunk had, or is of a later
+ *   round. So the chunk, sent on with one hop more, is no later than it and earlier than this one.
  *
  * Time. With two buffers or more a forward pass of C chunks on P ranks takes less than C +
  * (sequences + 1) P steps, for every mask and layout. Going up, chunk c of the list may leave its
  * owner o in step c + o + P * sequence and never stop: a chunk of a later owner then stays behind
  * those before it all the way around. RA_ORDER_DESCENDING needs C + P, because no rank is above the
  * last owner. The chosen steps are never later than these, and the other direction is taken only if
- * it needs fewer. A backward pass has the same bound unless the chunks of one owner differ in how
- * far they travel (windows to both sides, zigzag windows), because gradients return in the order of
- * the list. */
+ * it needs fewer. A backward pass has the same bound, because gradients return in the order of the
+ * list, unless the chunks of one owner differ in how far they travel (windows to both sides, zigzag
+ * windows). */
 
 enum { RA__FRAME_BYTES = 64, RA__ADDRESS_BYTES = 128 };
 enum { RA__SERIES_KEYS = 4096 };       /* keys after which the state of a task is stored */
 
-/* Backward. The gradient of a chunk travels with the chunk. It starts at zero on the owner. The
- * owner adds its query rows whose unit is not below the key's (RA__AFTER; a unit is a block, or
- * with zigzag two mirrored blocks). Then the chunk visits the ranks above, up to the last one that
- * needs it, and its gradient returns to the owner, directly or on around the ring. There the
- * owner adds its rows below (RA__BEFORE). So dK and dV of a key sum query units upwards from its
- * own, cyclically, and dQ sums keys as forward does, in the same way for any number of ranks.
+/* Backward. The gradient of a chunk travels with the chunk. It starts at zero on the owner, which
+ * adds its query rows whose unit is not below the key's (RA__AFTER; a unit is a block, or with
+ * zigzag two mirrored blocks). Then the chunk visits the ranks above, up to the last one that needs
+ * it, and its gradient returns to the owner, directly or on around the ring. There the owner adds
+ * its rows below (RA__BEFORE). So dK and dV of a key sum query units upwards from its own,
+ * cyclically, and dQ sums keys as forward does, both in the same way for any number of ranks.
  * RA_ORDER_DESCENDING has no rows below, and layouts without units do everything at the first
  * visit.
  *
@@ -13885,7 +13886,7 @@ enum { RA__SERIES_KEYS = 4096 };       /* keys after which the state of a task i
  * buffers. */
 enum { RA__PACK_SLOTS = 2, RA__RETURN_SLOTS = 2, RA__SEND_SLOTS = 8, RA__SHARED_BUFFERS = 16 };
 
-/* What travels in a pass: chunks of keys, or of queries, in global order. */
+/* What travels in a pass: chunks of keys, or of queries, in the order of the list. */
 typedef struct ra__travel {
     ra__chunk *chunk;
     int64_t chunks;
@@ -13910,15 +13911,15 @@ typedef struct ra__place {
 typedef struct ra__span { int64_t first, last; int32_t rank; } ra__span;
 
 typedef struct ra__exchange {          /* a call of sendrecv */
-    int32_t send, recv, returned;      /* indices in the lists of these names, -1: none; of recv and
-                                        * returned one at most */
+    int32_t send, recv, returned;      /* indices in the lists of these names, -1: none. At most one
+                                        * of recv and returned is not -1 */
     int64_t step;                      /* equal on both sides */
-    int64_t after_tiles, after_folds;  /* tiles and entries of the fold list that this rank has
-                                        * done by then: an earlier call would only block */
+    int64_t after_tiles, after_folds;  /* tiles, and entries of the fold list, that this rank should
+                                        * have done by then: an earlier call would only block */
 } ra__exchange;
 
 /* What one rank does in one kind of pass: lists of what it folds, receives and sends, each in the
- * order that the plan fixes. Entries name each other by index; -1: there is none. */
+ * order that the plan fixes. Entries refer to each other by index; -1: there is none. */
 typedef struct ra__fold {
     int32_t sequence, chunk;           /* chunk -1: the sequence has rows and no keys */
     int32_t recv;                      /* the message that brings it; -1: its own chunk */
@@ -13950,13 +13951,13 @@ typedef struct ra__pass_lists {
     int64_t unvisited;                 /* empty tiles of chunks that this rank never folds */
 } ra__pass_lists;
 
-/* Counts from which the size of a rank's workspace follows. own: own chunks that leave; stays:
- * those that do not. */
+/* Counts from which the size of a rank's workspace follows. own: own chunks that leave; stays: own
+ * chunks that do not. */
 typedef struct ra__counts { int64_t tasks, recvs, sends, own, stays; } ra__counts;
 typedef struct ra__sizes {
-    int64_t rows, key_rows;            /* of its longest sequence; key_rows with d.train */
-    int64_t notices_in, notices_out;   /* that end a shared pass: one from each reader, one to each
-                                        * owner that is read */
+    int64_t rows, key_rows;            /* of its longest sequence; key_rows only with d.train */
+    int64_t notices_in, notices_out;   /* that end a pass with shared memory: one from each reader,
+                                        * one to each owner that is read */
     int32_t panels, back_parts;
     ra__counts forward, back;
 } ra__sizes;
@@ -13988,7 +13989,7 @@ struct ra_plan {
                                         * of ARRAY */
     int64_t *place_begin;              /* [B + 1] first place of a sequence */
     ra__pass_lists forward, back;      /* back: if d.train is 1 */
-    int32_t same_positions;            /* queries and keys are the same positions everywhere */
+    int32_t same_positions;            /* 1: queries and keys have the same positions everywhere */
     int32_t owner_folds_twice;         /* backward, see ra__plan_fill_back */
     ra__sizes sizes;                   /* of d.rank */
     int32_t *readers;                  /* ranks that read this rank's keys */
@@ -14003,7 +14004,7 @@ struct ra_plan {
     ra_plan_report report;             /* of d.rank */
 };
 
-/* The rank `steps` above another, and how many steps `to` is above `from`; both cyclic. */
+/* The rank `steps` above another; how many steps `to` is above `from`. Both are cyclic. */
 RA__INLINE int32_t ra__rank_up(const ra_plan *p, int32_t rank, int32_t steps) {
     int32_t n = rank + steps;
     return n < 0 ? n + p->d.ranks : n >= p->d.ranks ? n - p->d.ranks : n;
@@ -14012,7 +14013,7 @@ RA__INLINE int32_t ra__ranks_up(const ra_plan *p, int32_t from, int32_t to) {
     return to < from ? to - from + p->d.ranks : to - from;
 }
 
-/* Steps from one rank to another in a direction of travel, +1 or -1. */
+/* Steps from one rank to another in a direction of travel: +1 or -1. */
 RA__INLINE int32_t ra__ranks_along(const ra_plan *p, int32_t direction, int32_t from, int32_t to) {
     return direction > 0 ? ra__ranks_up(p, from, to) : ra__ranks_up(p, to, from);
 }
@@ -14022,7 +14023,7 @@ RA__INLINE const ra__travel *ra__back_travel(const ra_plan *p) {
     return p->d.backward_travel == RA_TRAVEL_Q ? &p->queries : &p->keys;
 }
 
-/* 1 if the rank needs segment i of chunk c; below, if it needs any segment. */
+/* 1 if the rank needs segment i of chunk c; ra__need: any segment. */
 RA__INLINE int ra__need_seg(const ra__travel *t, int64_t c, int32_t i, int32_t rank) {
     int64_t bit = 2 * c + i;
     return (t->need[rank * t->need_row + bit / 8] >> (bit % 8)) & 1;
@@ -14101,8 +14102,8 @@ static int64_t ra__message_keys(const ra_desc *d, const ra__seg *s, int64_t at,
     return at + ra__round_up(heads * ra__row_bytes(d->v_dtype, d->v_dim), 64);
 }
 
-/* The same for the f32 gradients of a chunk, all heads packed. Under v_in_k dK has both.
- * RA_TRAVEL_Q: dQ of both segments together, as dK of the first. */
+/* The same for the f32 gradients of a chunk, of all heads, without gaps. With v_in_k dK has both.
+ * RA_TRAVEL_Q: dQ of both segments together, in the place of dK of the first. */
 static int64_t ra__message_grads(const ra_desc *d, const ra__chunk *c, int64_t at,
                                  ra__message_offsets part[2]) {
     if (d->backward_travel == RA_TRAVEL_Q) {
@@ -14121,10 +14122,10 @@ static int64_t ra__message_grads(const ra_desc *d, const ra__chunk *c, int64_t a
 }
 
 /* Lays out the message of a chunk to the rank `hop` ranks after its owner: backward the gradients,
- * then the keys of the segments that travel that far. Returns its length. Each part starts on a
- * multiple of 64; there is no other padding. hop = ranks: back to its owner. Backward with
- * RA_TRAVEL_Q part[0].k, .v, .pos are Q, dO, and LSE and delta [2][Hq][rows], of both segments
- * together. */
+ * then the keys of the segments that travel that far. hop = ranks: back to its owner. Returns its
+ * length. Each part starts on a multiple of 64; there is no other padding. Backward with
+ * RA_TRAVEL_Q, part[0].k and .v are Q and dO of both segments together, and .pos their LSE and
+ * delta [2][Hq][rows]. */
 static int64_t ra__message(const ra_desc *d, const ra__chunk *c, int back, int32_t hop,
                            ra__message_offsets part[2]) {
     const ra__reach *reach = &c->reach[back];
@@ -14158,7 +14159,7 @@ RA__INLINE int32_t ra__back_stations(const ra_plan *p, const ra__chunk *c) {
     return reach && p->d.grad_return == RA_RETURN_RING ? p->d.ranks - 1 : reach;
 }
 
-/* Backward: the rank that a chunk goes to next, and the hop of that message. */
+/* Backward: the rank to which a chunk goes next, and the hop of that message. */
 RA__INLINE int32_t ra__back_to(const ra_plan *p, const ra__chunk *c, int32_t rank, int32_t *hop) {
     const int32_t n = ra__ranks_along(p, p->back.direction, c->owner, rank);
     const int returned = n == ra__back_stations(p, c);
@@ -14174,8 +14175,8 @@ static ra__seg ra__chunk_piece(const ra__chunk *c, int32_t i) {
     return c->list.run ? ra__chunk_run(c, i) : c->seg[i];
 }
 
-/* Writes the chunks of a list of runs, cut between blocks, with about equally many rows each;
- * returns how many. */
+/* Writes the chunks of a list of runs, which are cut between blocks and have about equally many
+ * rows; returns how many. */
 static int64_t ra__chunk_runs(const ra__side *side, int32_t b, ra__chunk *out) {
     const ra__run_list *l = &side->list;
     int64_t rows = ra__list_all(l).n[RA__ROWS], from = 0, count = 0;
@@ -14248,11 +14249,11 @@ static int64_t ra__chunk_all(const ra_plan *p, int keys, int down, ra__chunk *ou
 }
 
 /* -------------------------------------------------------------------------- who needs what
- * Positions that some rows may see: disjoint spans [at[0], at[1]) in ascending order. */
+ * Positions that some rows may see: disjoint spans [at[i][0], at[i][1]) in ascending order. */
 enum { RA__SPANS = 256 };
 typedef struct ra__spans { int64_t at[RA__SPANS][2]; int32_t n; } ra__spans;
 
-/* Adds [from, to); 0 if there is no room for one more. */
+/* Adds [from, to). Returns 0 if there is no room for one more span. */
 static int ra__spans_add(ra__spans *s, int64_t from, int64_t to) {
     int32_t i = s->n, end;
     if (from >= to) return 1;
@@ -14274,8 +14275,8 @@ static int ra__spans_add(ra__spans *s, int64_t from, int64_t to) {
     return 1;
 }
 
-/* Who sees what: the viewers with a bit in by[i] see positions [at[i], at[i + 1]). Up to 64 viewers
- * are ranks, or segments of chunks of queries. */
+/* Who sees what: the viewers with a bit in by[i] see positions [at[i], at[i + 1]). There are up to
+ * 64 viewers: ranks, or segments of chunks of queries. */
 enum { RA__VIEWERS = 64, RA__VIEW_EDGES = 4 * RA__SPANS };
 typedef struct ra__views {
     int64_t at[RA__VIEW_EDGES];
@@ -14294,7 +14295,7 @@ RA__INLINE int32_t ra__views_above(const ra__views *v, int64_t pos) {
     return from;
 }
 
-/* Makes a position an edge; returns which. */
+/* Makes a position an edge; returns its index. */
 static int32_t ra__views_edge(ra__views *v, int64_t pos) {
     int32_t i = ra__views_above(v, pos);
     if (i && v->at[i - 1] == pos) return i - 1;
@@ -14306,7 +14307,7 @@ static int32_t ra__views_edge(ra__views *v, int64_t pos) {
     return i;
 }
 
-/* Adds what one viewer sees; 0 if there may not be room for it. */
+/* Adds what one viewer sees. Returns 0, and adds nothing, if there may not be room for it. */
 static int ra__views_add(ra__views *v, const ra__spans *s, int32_t viewer) {
     if (v->n + 2 * s->n > RA__VIEW_EDGES) return 0;
     for (int32_t i = 0; i < s->n; i++) {
@@ -14336,9 +14337,9 @@ static void ra__bits_transpose(uint64_t row[64]) {
         }
 }
 
-/* Lets segment i of a chunk travel far enough, up or down, for the ranks from `rank` on with a bit
- * in `by`. Going up, ranks below the owner are farther than those above it, and the last of them is
- * the farthest. */
+/* Lets segment i of a chunk travel far enough, up or down, for the ranks that need it: rank + j for
+ * each bit j of `by`. Going up, a rank below the owner is farther than one above it, and of both
+ * kinds the last is the farthest. */
 static void ra__need_reach(const ra_plan *p, ra__chunk *c, int32_t i, int32_t rank, uint64_t by) {
     const int32_t at = c->owner - rank;
     const uint64_t upto = at < 0 ? 0 : at > 63 ? UINT64_MAX : ((uint64_t)2 << at) - 1;
@@ -14355,9 +14356,9 @@ static void ra__need_reach(const ra_plan *p, ra__chunk *c, int32_t i, int32_t ra
     c->down[i] = (int32_t)ra__max(c->down[i], ra__ranks_up(p, first, c->owner));
 }
 
-/* Marks which of 64 ranks, from `rank` on, need which of 32 chunks, from c on; c and rank are
- * multiples of 32 and 64. row[2 i + k] is segment k of chunk c + i and has a bit per rank, or if
- * by_rank is 1 row[i] is rank + i and has a bit per segment. Clears the rows. */
+/* Marks which of 64 ranks, from `rank` on, need which of 32 chunks, from c on. rank and c are
+ * multiples of 64 and 32. row[2 i + k] is segment k of chunk c + i and has a bit per rank. If
+ * by_rank is 1, row[i] is rank + i and has a bit per segment. Clears the rows. */
 static void ra__need_block(const ra_plan *p, const ra__travel *t, int64_t c, int32_t rank,
                            uint64_t row[64], int by_rank) {
     if (by_rank) ra__bits_transpose(row);
@@ -14401,13 +14402,15 @@ static uint64_t ra__views_chunk(const ra__views *v, const ra__chunk *c, int32_t 
 }
 
 /* What viewers see. When there is no more room, ra__needs_mark marks who needs which chunk, and
- * the views begin anew. */
+ * the views begin anew. Viewers are ranks from `rank` on, which may need the chunks of keys
+ * [first, end); or, if span is not null, chunks of queries from `first` on, which the ranks of
+ * these keys may need. */
 typedef struct ra__needs {
     const ra_plan *p;
-    int32_t rank;                      /* viewers are ranks from here on, */
-    int64_t first, end;                /* which may need these chunks of keys; */
-    const ra__span *span;              /* or not null: chunks of queries from `first` on, */
-    int64_t spans;                     /* which may need these [spans] keys */
+    int32_t rank;
+    int64_t first, end;
+    const ra__span *span;              /* [spans] */
+    int64_t spans;
     ra__spans seen;                    /* by the current viewer, not among the views yet */
     ra__views views;
 } ra__needs;
@@ -14464,8 +14467,8 @@ static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
     ra__needs_mark(&x);
 }
 
-/* Marks which ranks need chunks of queries [c, end) of one sequence, up to the next multiple of 32:
- * a rank needs a chunk if the chunk's rows may see one of the rank's keys. */
+/* Marks which ranks need the chunks of queries [c, end) of one sequence, but none from the next
+ * multiple of 32 on. A rank needs a chunk if the chunk's rows may see one of the rank's keys. */
 static void ra__chunk_q_needs(const ra_plan *p, int64_t c, int64_t end, const ra__span *span,
                               int64_t spans) {
     ra__needs x;
@@ -14506,8 +14509,8 @@ static int64_t ra__key_spans(const ra_plan *p, int32_t b, ra__span *span) {
 }
 
 /* -------------------------------------------------------------------------- tours
- * A tour is how all chunks of one kind of pass go around the ring. Backward, the gradient of a
- * chunk that leaves its owner returns from the last rank that it visits. */
+ * A tour is the way of all chunks of one kind of pass around the ring. Backward, the gradient of a
+ * chunk that leaves its owner returns from the last rank that the chunk visits. */
 typedef struct ra__tour {
     const ra_plan *p;
     const ra__travel *t;
@@ -14548,8 +14551,8 @@ static int64_t ra__tour_chunk(const ra__tour *w, int32_t rank, int64_t k) {
     return round[at < 0 ? at + round->count : at < round->count ? at : at - round->count].chunk;
 }
 
-/* 1 if chunk c comes to the rank from another; below, if it leaves the rank, for the next one or
- * for its owner. */
+/* 1 if chunk c comes to the rank from another; ra__tour_leaves: if it leaves the rank, for the next
+ * one or for its owner. */
 RA__INLINE int ra__tour_arrives(const ra__tour *w, int64_t c, int32_t rank) {
     int32_t n = ra__tour_apart(w, w->t->chunk[c].owner, rank);
     return n > 0 && n <= ra__tour_stations(w, c);
@@ -14559,7 +14562,7 @@ RA__INLINE int ra__tour_leaves(const ra__tour *w, int64_t c, int32_t rank) {
     return n < stations || (w->back && stations && n == stations);
 }
 
-/* The longest message of a chunk to the rank `hop` ranks after its owner, see ra__message. */
+/* Bytes of the longest message to the rank `hop` ranks after a chunk's owner, see ra__message. */
 static int64_t ra__tour_longest(const ra__tour *w, int32_t hop) {
     int64_t most = 0;
     for (int64_t c = 0; c < w->t->chunks; c++)
@@ -14586,12 +14589,12 @@ static int64_t ra__tour_hops(const ra__tour *w) {
     return bytes;
 }
 
-/* A chunk leaves its owner in some step and each rank after it one step later; backward its
- * gradient returns in the step after it came to its last rank. Chunks move on in the first half of
- * a step and return in the second half. A count is a step minus a rank's place in the direction of
- * travel. So a chunk leaves all its ranks in the same count, except that beyond the end of the ring
- * it is `ranks` more. free[x] is the first count in which a chunk may leave a piece, the places
- * [x, end[x]); inside a piece end is 0.
+/* A chunk leaves its owner in some step, and each rank after it one step later. Backward its
+ * gradient returns in the step after the chunk came to its last rank. Chunks move on in the first
+ * half of a step, and gradients return in the second half. A count is a step minus a rank's place
+ * in the direction of travel. So a chunk leaves all its ranks in the same count, except that it is
+ * `ranks` more beyond the end of the ring. A piece is the places [x, end[x]), and free[x] is the
+ * first count in which a chunk may leave them; inside a piece end is 0.
  * Cost: a chunk merges the pieces that it passes and splits two at its ends. So all chunks together
  * pass about as many pieces as there are chunks and ranks. */
 typedef struct ra__line { int64_t *free, *end; } ra__line;
@@ -14627,10 +14630,11 @@ static void ra__line_set(const ra__line *l, int64_t from, int64_t to, int64_t ne
 }
 
 /* Starts every chunk, in the order of the list, in the first step from which it can travel without
- * a stop. start[c]: that step, -1: it does not leave. Returns the number of steps.
+ * a stop. start[c]: that step; -1: it does not leave. line: [3 ranks] scratch. Returns the number
+ * of steps.
  *
  * A rank sends and receives in the order of the list. A chunk that comes in one step is sent on in
- * the next, so a rank keeps at most one while another comes: that takes two buffers. With one
+ * the next, so a rank holds at most one while another comes: that takes two buffers. With one
  * buffer a rank is free in every other step. Own chunks return in order, one per step. If owners
  * fold twice, own chunks have returned before the rank folds one that stays, one of another rank,
  * or one of another sequence. */
@@ -14687,16 +14691,15 @@ enum { RA__MOMENT_BITS = 24, RA__WORK_BITS = 36, RA__SAMPLES = 64 };
 
 typedef struct ra__play_slot { int64_t arrived, folded, sent; } ra__play_slot;
 
-/* What a rank has done. send, fold: the next chunk, in its order, to be considered for sending and
- * for folding. return_chunk: the next of its own chunks to return. Message i of a kind is in slot
- * i mod slots. */
+/* What a rank has done. send, fold: the next chunk in its order that it may send, that it may fold.
+ * return_chunk: its next own chunk that returns. Message i of a kind is in slot i mod slots. */
 typedef struct ra__play_rank {
     int64_t send, fold, return_chunk;
     int64_t received, sent_on, visited; /* chunks of others that have come; those of them that
                                         * `send`, `fold` have passed */
-    int64_t started, own_sent, returned, ended; /* own chunks that leave: that had their first
+    int64_t started, own_sent, returned, ended; /* own chunks that leave: how many had their first
                                         * visit, were sent, are back, had their second visit */
-    int64_t next_send, next_receive, next_return; /* the earliest moments of these */
+    int64_t next_send, next_receive, next_return; /* the earliest moments of these events */
     int64_t busy;                      /* when it has folded everything before `fold` */
     int64_t series, series_keys, series_from; /* forward: when the current series began, its keys,
                                         * and its first received chunk */
@@ -14778,14 +14781,14 @@ static int64_t ra__play_keys_seen(const ra__seg *s, const ra__bounds *x, int64_t
     return all;
 }
 
-/* Which of `blocks` blocks is sample i of n. Samples are even and odd blocks in turn: with zigzag
- * these mirror each other, and in a chunk of two blocks one sees one block, the other both. */
+/* Which of `blocks` blocks is sample i of n. Even and odd blocks take turns: in zigzag they mirror
+ * each other, and in a chunk of two blocks the first sees one block, the other both. */
 RA__INLINE int64_t ra__play_sample(int64_t i, int64_t blocks, int64_t n) {
     return ra__min((2 * i + 1) * blocks / (2 * n) / 2 * 2 + i % 2, blocks - 1);
 }
 
-/* Sets what the samples of a rank's queries see, in the order of units; there are none with ARRAY
- * or RA_TRAVEL_Q. */
+/* Sets what the samples of a rank's queries see, in the order of units. With ARRAY or RA_TRAVEL_Q
+ * there are none. */
 static void ra__play_sample_masks(const ra__tour *w, ra__play *y, int32_t rank) {
     const ra__side side = ra__plan_side(w->p, 0, rank);
     ra__play_rank *s = &y->rank[rank];
@@ -14802,7 +14805,7 @@ static void ra__play_sample_masks(const ra__tour *w, ra__play *y, int32_t rank) 
     }
 }
 
-/* A single run of positions that is similar to those of a chunk's segment. */
+/* Segment i of a chunk. With RUNS: one run of positions that is similar to its runs. */
 static ra__seg ra__play_seg(const ra__chunk *c, int32_t i) {
     ra__seg s = c->seg[i];
     if (!c->list.run) return s;
@@ -14833,7 +14836,7 @@ static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank
     return n ? ra__mul_sat(ra__mul_sat(all, skip), blocks) / n : 0;
 }
 
-/* Blocks of a sequence that a rank has of the side that stays, or of the side that travels. */
+/* Blocks of a sequence on a rank: stays 1: of the side that stays, 0: of the side that travels. */
 static int64_t ra__play_blocks(const ra__tour *w, int stays, int32_t rank, int32_t b) {
     ra__side side = ra__plan_side(w->p, stays == (w->t == &w->p->queries), rank);
     return ra__side_blocks(&side, b);
@@ -14869,7 +14872,7 @@ static void ra__play_note(const ra__tour *w, ra__play *y, int32_t rank, int64_t 
     work->folds = (joins ? work->folds : 0) + 1;
 }
 
-/* Work of a chunk with the rows of a rank that samples [first, end) represent. */
+/* Work of a chunk with the rows of a rank for which samples [first, end) stand. */
 static int64_t ra__play_some(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c,
                              int64_t first, int64_t end) {
     const ra__play_rank *s = &y->rank[rank];
@@ -14910,7 +14913,7 @@ static int64_t ra__play_part(const ra__tour *w, const ra__play *y, int32_t rank,
 }
 
 /* Makes the next second visit of a rank if it comes before chunk c, as in ra__lists_late. 0: it
- * does not; -1: it does, and the chunk is not back yet. */
+ * does not come before; -1: it does, but its chunk is not back yet. */
 static int ra__play_again(const ra__tour *w, ra__play *y, int32_t rank, int64_t c) {
     ra__play_rank *s = &y->rank[rank];
     int64_t i = s->ended % RA__RETURN_SLOTS, begin, again, start;
@@ -14992,7 +14995,7 @@ static int ra__play_visit(const ra__tour *w, ra__play *y, int32_t rank) {
     return (int)(++s->fold > 0);
 }
 
-/* The first moment at which a rank may send chunk c; -1: not known yet. */
+/* The first moment at which a rank may send chunk c. -1: not known yet, as in the next two. */
 static int64_t ra__play_ready(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c) {
     const ra__play_rank *s = &y->rank[rank];
     const ra__play_slot *slot = ra__play_at(y, rank, s->sent_on);
@@ -15005,7 +15008,7 @@ static int64_t ra__play_ready(const ra__tour *w, const ra__play *y, int32_t rank
     return ra__max(s->next_send, ra__max(slot->arrived + 1, w->back ? slot->folded : 0));
 }
 
-/* The first moment at which a rank may receive from the one before it; -1: not known yet. */
+/* The first moment at which a rank may receive from the one before it. */
 static int64_t ra__play_free(const ra__tour *w, ra__play *y, int32_t rank) {
     ra__play_rank *s = &y->rank[rank];
     const int32_t n = w->p->d.buffers;
@@ -15018,7 +15021,7 @@ static int64_t ra__play_free(const ra__tour *w, ra__play *y, int32_t rank) {
     return ra__max(s->released, s->next_receive);
 }
 
-/* The first moment at which the owner of chunk c may receive its gradient; -1: not known yet. */
+/* The first moment at which the owner of chunk c may receive its gradient. */
 static int64_t ra__play_return(const ra__tour *w, const ra__play *y, int64_t c) {
     const ra__play_rank *s = &y->rank[y->chunk[c].owner];
     const int64_t before = s->returned - RA__RETURN_SLOTS;
@@ -15133,8 +15136,8 @@ static void ra__play_through(const ra__tour *w, ra__play *y) {
         RINGATTN_ASSERT(y->rank[r].send == w->t->chunks && y->rank[r].fold == w->t->chunks);
 }
 
-/* Sets how much of its `tiles` this rank has computed before each of its exchanges; x->step is the
- * moment of an exchange. */
+/* Sets how much of its `tiles` this rank should have computed before each of its exchanges. x->step
+ * is the moment of an exchange. */
 static void ra__play_progress(const ra__play *y, int64_t tiles, ra__exchange *x, int64_t count) {
     int64_t all = 0, done = 0, folds = 0, come = 0, k = 0;
     for (int64_t i = 0; i < y->works; i++)
@@ -15226,10 +15229,10 @@ enum { RA__REFUSALS = 32 };            /* refused tickets that are remembered */
 /* Tickets of ra_join and ra_infer_join. To begin or look up a ticket a thread holds `join`. */
 typedef struct ra__tickets {
     int64_t last;                      /* atomic: the latest that was begun or refused */
-    ra_status status;                  /* atomic: what its beginning returned */
+    ra_status status;                  /* atomic: what its begin returned */
     int32_t join;                      /* atomic */
-    int64_t refusals, forgotten;       /* tickets refused so far; the last that is not kept. Under
-                                        * join; atomic, so that others see whether there are any */
+    int64_t refusals, forgotten;       /* tickets refused so far; the latest that is not kept.
+                                        * Written under join, read by any thread: atomic */
     int64_t refused[RA__REFUSALS];
     ra_status refused_status[RA__REFUSALS];
 } ra__tickets;
@@ -15248,7 +15251,7 @@ typedef struct ra__crew {
 } ra__crew;
 enum { RA__RING_ENDING = 3 };          /* a pass that went well, while its last callbacks run */
 enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3, RA__FRAME_HELLO = 7 };
-enum { RA__FRAME_MEET = 16, RA__FRAME_REPORT, RA__FRAME_REQUEST, RA__FRAME_END };  /* RESUME */
+enum { RA__FRAME_MEET = 16, RA__FRAME_REPORT, RA__FRAME_REQUEST, RA__FRAME_END }; /* in RESUME */
 enum { RA__EPOCH_BIT = 40 };           /* of ra__frame.pass: passes are numbered below it */
 enum { RA__MET = 32 };                 /* plans that a ring remembers */
 #define RA__QUIET_NS ((int64_t)60 * 1000000000)        /* silence that is never a failure */
@@ -15261,9 +15264,10 @@ typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chun
     int64_t length;                    /* of the message that left the owner */
     int32_t origin, chunk;
     uint32_t sum[2];                   /* CRC-32C of what follows, or 0: [1] if the message has this
-                                        * length, [0] if it has another. If messages carry addresses
-                                        * [0] is the address space of the sender */
-    uint64_t topics, check;            /* a byte of the hash of each topic; hash of all before */
+                                        * length, [0] if it has another. If messages carry
+                                        * addresses, [0] is the address space of the sender */
+    uint64_t topics, check;            /* a byte of the hash of each topic; hash of all fields
+                                        * before */
 } ra__frame;
 
 typedef struct ra__address {           /* instead of the chunk, where memory is shared */
@@ -15275,13 +15279,13 @@ typedef struct ra__address {           /* instead of the chunk, where memory is 
     int64_t spare[7];
 } ra__address;
 
-/* Multiply-adds per step, counted in whole tiles: one has 64 * 64 * (Dk + Dv), backward 64 * 64 *
- * (3 Dk + 2 Dv). A step ends after the block of keys, folded into the panels of its task, that uses
- * this up.
+/* Multiply-adds per step, counted in whole tiles: a tile has 64 * 64 * (Dk + Dv), backward
+ * 64 * 64 * (3 Dk + 2 Dv). A step ends after the block of keys, folded into all panels of its task,
+ * that uses them up.
  * PERF: Zen 5, one thread, D 128, AVX-512: a step takes 1.4 ms forward, 1.7 ms backward; with 2^28,
  * 4.9 and 5.8 ms, in the same time overall. */
 enum { RA__STEP_WORK = 1 << 26 };
-enum { RA__POLL_NS = 200000 };         /* from one poll to the next, between two pieces of work */
+enum { RA__POLL_NS = 200000 };         /* least time between polls, made between pieces of work */
 enum { RA__PIECE_BYTES = 1 << 17 };    /* of a checksum or a copy */
 enum { RA__STRIPES = 256 };            /* bounds of query rows that a backward pass keeps */
 enum { RA__PATIENT = 64 };             /* how often threads find a task left on a free desk before
@@ -15298,8 +15302,8 @@ typedef struct ra__turn {
                                         * that it has folded of that entry: see RESUME */
 } ra__turn;
 
-/* A packed chunk of queries, and a call on its rows, which are renumbered: one segment after the
- * other. */
+/* A chunk of queries in a message, and a call on its rows, which are numbered anew: one segment
+ * after the other. */
 typedef struct ra__packed { ra__work w; ra__back b; ra__chunk c; uint8_t *sums; } ra__packed;
 
 /* A task in hand of a backward pass: the one that a thread works on or has left half done. Sums of
@@ -15329,9 +15333,10 @@ typedef struct ra__fold_hand {
     int32_t received;                  /* the message of the last one folded since then, or -1 */
 } ra__fold_hand;
 
-/* Where a thread computes: scratch and the task in hand, which a step may leave half done. There
- * are as many desks as threads. A thread takes its own desk, or a free one if that is taken. If the
- * thread does not return, others finish the task on its desk when they have nothing else to do. */
+/* Where a thread computes: its scratch, and the task in hand, which a step may leave half done.
+ * There are as many desks as threads. A thread takes its own desk, or a free one if that is taken.
+ * If the thread does not come back, others finish the task on its desk when they have nothing else
+ * to do. */
 typedef struct ra__desk {
     ra_ring *ring;
     int32_t polls;                     /* 1: its thread may talk to the transport */
@@ -15345,8 +15350,8 @@ typedef struct ra__desk {
     union { ra__fold_hand fold; ra__back_hand back; } hand;
 } ra__desk;
 
-/* A queue of messages of one kind and direction. Message i of the pass uses slot i mod slots
- * and is posted after message i - 1; messages are taken in the same order. */
+/* A queue of messages of one kind and direction. Message i of the pass uses slot i mod slots and is
+ * posted after message i - 1. Messages are taken in the same order. */
 typedef struct ra__queue {
     ra_transport_op *op;               /* [slots] */
     uint8_t *buf;                      /* [slots][bytes]; null: each send has its own place */
@@ -15355,14 +15360,14 @@ typedef struct ra__queue {
     int32_t slots, total;              /* total: messages of this pass */
 } ra__queue;
 
-/* Hellos begin the first pass of a plan: a frame from each rank to the next, before anything else
- * is posted. Notices end a pass with shared memory: a rank sends one to each owner of keys that it
- * reads when it has finished with them. */
+/* Hellos begin the first pass of a plan: each rank sends a frame to the next one, before anything
+ * else is posted. Notices end a pass with shared memory: when a rank no longer reads the keys of an
+ * owner, it sends that owner a notice. */
 enum { RA__HELLO_OUT, RA__HELLO_IN, RA__RECEIVES, RA__SENDS, RA__RETURNS, RA__NOTICES_IN,
        RA__NOTICES_OUT, RA__QUEUES };
 enum { RA__NOTICE = -1, RA__HELLO = -2 };              /* in place of the number of a chunk */
 
-/* Counters that begin anew with each pass. */
+/* Counters that begin at 0 in each pass. */
 enum { RA__PASS_COUNTERS = 10 };
 static int64_t *ra__pass_counter(const ra_ring_counters *c, int i) {
     const int64_t *const all[RA__PASS_COUNTERS] = {
@@ -15386,7 +15391,7 @@ typedef struct ra__kept {
     int32_t chunk, hop;                /* hop: of the message's layout, see ra__message */
 } ra__kept;
 
-/* Head of memory that a ring gets when a pass is resumed, and keeps until it is destroyed. */
+/* Head of memory that a ring allocates when a pass is resumed, and keeps until it is destroyed. */
 typedef struct ra__more { struct ra__more *next; int64_t bytes; } ra__more;
 
 /* The latest events. Every word is atomic, any thread writes, and none waits: a thread draws a
@@ -15497,8 +15502,8 @@ struct ra_ring {
     ra__journal journal;
 };
 
-/* How many tasks a rank has, with `panels` query blocks each. task_begin, if not null, gets [B + 1]
- * the first task of each sequence. */
+/* How many tasks a rank has, of `panels` panels each. task_begin: null, or [B + 1], becomes the
+ * first task of each sequence. */
 static int64_t ra__plan_tasks(const ra_plan *p, int32_t rank, int32_t panels, int64_t *task_begin) {
     const int32_t group = p->d.q_heads / p->d.kv_heads;
     ra__side side = ra__plan_side(p, 0, rank);
@@ -15512,7 +15517,7 @@ static int64_t ra__plan_tasks(const ra_plan *p, int32_t rank, int32_t panels, in
     return n;
 }
 
-/* Counts the messages and own chunks of a rank. */
+/* Adds the messages and own chunks of a rank to s. */
 static void ra__plan_pass_sizes(const ra__tour *w, int32_t rank, ra__counts *s) {
     for (int64_t c = 0; c < w->t->chunks; c++) {
         int own = w->t->chunk[c].owner == rank, leaves = ra__tour_leaves(w, c, rank);
@@ -15524,7 +15529,7 @@ static void ra__plan_pass_sizes(const ra__tour *w, int32_t rank, ra__counts *s) 
 }
 
 /* Counts of one rank. Tasks have fewer panels if threads would otherwise have no work; bits do not
- * depend on that. */
+ * depend on that. task_begin: see ra__plan_tasks. */
 static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task_begin) {
     ra__tour forward = ra__tour_of(p, 0), back = ra__tour_of(p, 1);
     ra__readers all;
@@ -15558,7 +15563,7 @@ static int64_t ra__thread_bytes(const ra_plan *p, int32_t panels) {
     return a.used;
 }
 
-/* Ops of a queue, and buffers of `bytes` bytes unless that is 0. */
+/* Carves the ops of a queue and, unless `bytes` is 0, buffers of so many bytes. */
 static void ra__queue_carve(ra__arena *a, ra__queue *queue, int64_t slots, int64_t bytes,
                             int64_t align) {
     queue->slots = (int32_t)slots;
@@ -15573,7 +15578,7 @@ RA__INLINE int64_t ra__back_lag(const ra_plan *p) {
     return p->d.ranks + (p->d.buffers > 1);
 }
 
-/* The queues between neighbours, for messages of up to `bytes` bytes; the others are empty. */
+/* Carves the queues between neighbours, for messages of up to `bytes` bytes. Others stay empty. */
 static void ra__ring_carve_links(ra__arena *a, const ra_plan *p, const ra__counts *n,
                                  int64_t bytes, ra_ring *r) {
     int64_t align = ra__max(64, (int64_t)r->tp.align);
@@ -15607,8 +15612,8 @@ static void ra__ring_carve_desks(ra__arena *a, const ra_desc *d, int64_t scratch
     r->scratch = (uint8_t *)ra__carve(a, scratch_bytes * d->threads);
 }
 
-/* Lays out the workspace of a forward pass of one rank; counts only if a->base is null. Returns
- * bytes of state. */
+/* Lays out the workspace of a forward pass of one rank; only counts if a->base is null. Returns the
+ * bytes of its running state. */
 static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n, ra_ring *r) {
     const ra_desc *d = &p->d;
     int64_t heads = d->sequences * n->rows * d->q_heads, before, state;
@@ -15665,7 +15670,7 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     return state;
 }
 
-/* Bytes of a ring's workspace, and those of its running state in either pass. */
+/* Bytes of a ring's workspace, and those of its running state in a forward and a backward pass. */
 typedef struct ra__ring_size { int64_t bytes, state, back_state; } ra__ring_size;
 
 /* The size of the ring of a rank with these counts. align: of the transport's buffers. A ring for
