@@ -13519,7 +13519,11 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     c.kv[0] = ra__view_packed(k, n_kv_heads, head_dim, RA_F32);
     c.kv[1] = ra__view_packed(v, n_kv_heads, head_dim, RA_F32);
     c.w.acc = c.w.o;
-    return ra__local_go(&c, NULL, 0, ra__alone, ra__decodes(&c.d));
+    const int decode = ra__decodes(&c.d);
+    const int64_t bytes = decode ? ra__decode_bytes_of(&c.d, 1, ra__decode_rows_of(&c)) : 0;
+    if (decode && bytes <= RA__STACK_DECODE) ra__decode_on_stack(&c, bytes);
+    else ra__local_on_stack(&c, decode);
+    return RA_OK;
 }
 
 /* Checks a state and points c->w at it. */
