@@ -2085,17 +2085,20 @@ static void ra__free(const ra_allocator *a, void *p, size_t bytes) {
     free(base);
 }
 
-/* Clears, and copies, a struct in pieces of 64 bytes. bytes: a multiple of 8.
+/* Clears, and copies, a struct in pieces of 64 and 8 bytes, and its tail, which 32-bit processors
+ * may have.
  * PERF: from about 250 bytes on, gcc 12 compiles memset and memcpy to `rep stos` and `rep movs`.
  * Zen 5: 10 ns of a call with structs of 312 and 344 bytes. */
 RA__INLINE void ra__struct_clear(void *to, size_t bytes) {
     uint8_t *p = (uint8_t *)to;
+    if (bytes % 8) memset(p + bytes / 8 * 8, 0, bytes % 8);
     for (; bytes >= 64; bytes -= 64, p += 64) memset(p, 0, 64);
     for (; bytes >= 8; bytes -= 8, p += 8) memset(p, 0, 8);
 }
 RA__INLINE void ra__struct_copy(void *to, const void *from, size_t bytes) {
     uint8_t *p = (uint8_t *)to;
     const uint8_t *x = (const uint8_t *)from;
+    if (bytes % 8) memcpy(p + bytes / 8 * 8, x + bytes / 8 * 8, bytes % 8);
     for (; bytes >= 64; bytes -= 64, p += 64, x += 64) memcpy(p, x, 64);
     for (; bytes >= 8; bytes -= 8, p += 8, x += 8) memcpy(p, x, 8);
 }
