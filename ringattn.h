@@ -316,9 +316,9 @@ extern "C" {
  * Agreed and local fields. AGREED fields must be equal on every rank. Every message carries a
  * 64-byte frame with a hash of these fields as you set them (0 is hashed as 0, not as the default)
  * and of the call's alibi, sinks and, with dropout, seed. If ranks disagree the pass fails; it
- * never gives a wrong result. Usually the status is RA_E_MISMATCH and ra_failure.text names the
- * group of fields. If the disagreement changes message sizes or peers, the status is RA_E_TRUNC,
- * RA_E_PEER or RA_E_TIMEOUT instead. All other fields are local.
+ * never gives a wrong result. Usually the status is RA_E_MISMATCH, and ra_failure.text (of a cache
+ * ra_cache_error) names the group of fields. If the disagreement changes message sizes or peers, it
+ * may be RA_E_TRUNC, RA_E_PEER or RA_E_TIMEOUT instead. All other fields are local.
  *
  * Units. Strides are bytes, dims are elements, positions are tokens, *_ns is nanoseconds and *_s
  * seconds. Shapes have B sequences, Hq and Hkv heads, and Dk and Dv elements per row of K and V.
@@ -1303,7 +1303,7 @@ struct ra_transport {
     uint32_t tag_bits;                 /* 0: 15 */
     uint32_t max_ops;                  /* most PENDING at once; 0: 2, one send and one receive */
     int32_t  rank, ranks;              /* 0, 0: unknown; otherwise checked against the plan */
-    size_t   max_msg;                  /* bytes; 0: 1 GiB. Create calls refuse longer messages */
+    size_t   max_msg;                  /* bytes; 0: 1 GiB. More is refused. Equal on all ranks */
     size_t   align;                    /* of buffers for chunks, a power of two; 0: 64. More costs
                                         * more workspace than the plan says */
     const char *name;                  /* for sentences about failures; may be null */
@@ -16965,8 +16965,8 @@ static void ra__tp_turn_ends(const ra_transport *t) {
  * the two are ordered and no wake-up is lost.
  *
  * Callbacks return RA_OK or the permanent failure of the seat, which is `why` on the rank that
- * aborted and RA_E_ABORTED on others. Single ops fail with RA_E_TRUNC (on both sides; nothing is
- * copied), RA_E_PEER (the peer left or quiesced) or RA_E_IO (kind, channel or peer is invalid).
+ * aborted and RA_E_ABORTED on others. Single ops fail with RA_E_TRUNC (on both sides; only a frame
+ * is copied), RA_E_PEER (the peer left or quiesced) or RA_E_IO (kind, channel or peer is invalid).
  * tests/shm.pml is a model of all this. */
 
 #ifdef RINGATTN_NO_THREADS
@@ -17168,20 +17168,25 @@ static int32_t ra__shm_why_gone(const ra__shm_seat *seat) {
     return failure ? failure : RA_E_PEER;
 }
 
-/* Stores the state last and with release, because another thread of the rank may load it. */
+/* Stores the state last and with release, because another thread of the rank may load it. What
+ * ends with RA_E_TRUNC keeps `done`. */
 static void ra__shm_close(ra_transport_op *op, int32_t state) {
-    op->done = state == RA_MSG_DONE ? op->len : 0;
+    if (state != RA_E_TRUNC) op->done = state == RA_MSG_DONE ? op->len : 0;
     ra__store_i32(&op->state, state);
 }
 
-/* Copies between `op`, which this thread posts, and `other`, which it has taken out of the inbox.
- * It must not touch `other` after the report, because the owner may use it again. */
+/* Copies between `op`, which this thread posts, and `other`, which it has taken out of the inbox:
+ * if they differ in length only the frame, which says why. It must not touch `other` after the
+ * report, because the owner may use it again. */
 static void ra__shm_move(ra_transport_op *op, ra_transport_op *other) {
     ra__shm_seat *owner = (ra__shm_seat *)other->scratch[RA__SHM_OWNER];
     ra_transport_op *to = op->kind == RA_MSG_RECV ? op : other;
     const ra_transport_op *from = op->kind == RA_MSG_RECV ? other : op;
     int fits = to->len == from->len;
-    if (fits && to->len) memcpy(to->buf, from->buf, to->len);
+    size_t n = to->len < from->len ? to->len : from->len;
+    if (!fits && n > RA__FRAME_BYTES) n = RA__FRAME_BYTES;
+    if (n) memcpy(to->buf, from->buf, n);
+    op->done = other->done = n;
     ra__shm_close(op, fits ? (int32_t)RA_MSG_DONE : (int32_t)RA_E_TRUNC);
     ra__shm_report(other, fits ? (int32_t)RA__SHM_MOVED : (int32_t)RA_E_TRUNC);
     ra__add_i32(&owner->open, -1);
@@ -17834,6 +17839,16 @@ static ra__frame ra__frame_sealed(ra__frame f) {
     return f;
 }
 
+/* A byte of a hash. */
+static uint64_t ra__hash_byte(uint64_t h) { return (h ^ h >> 29) * 0x9e3779b97f4a7c15u >> 56; }
+
+/* A byte of the hash of each topic. */
+static uint64_t ra__agreed_bytes(const ra__agreed *a) {
+    uint64_t bytes = 0;
+    for (int i = 0; i < RA__AGREE_TOPICS; i++) bytes |= ra__hash_byte(a->topic[i]) << 8 * i;
+    return bytes;
+}
+
 /* A frame of a ring or a cache, not sealed yet. */
 static ra__frame ra__frame_of(int32_t kind, int32_t origin, int64_t pass, uint64_t hash,
                               int64_t length) {
@@ -17854,10 +17869,7 @@ static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, 
     ra__frame f = ra__frame_of(kind, origin, r->pass, ra__hash_of(&r->agreed, sizeof r->agreed),
                                length);
     f.pass |= (int64_t)r->epoch << RA__EPOCH_BIT;
-    for (int i = 0; i < RA__AGREE_TOPICS; i++) {
-        uint64_t h = r->agreed.topic[i] ^ r->agreed.topic[i] >> 29;
-        f.topics |= h * 0x9e3779b97f4a7c15u >> 56 << 8 * i;
-    }
+    f.topics = ra__agreed_bytes(&r->agreed);
     f.chunk = (int32_t)chunk;
     f.sum[0] = r->space;
     return ra__frame_sealed(f);
@@ -21265,7 +21277,8 @@ struct ra_cache {
     ra_tensors t;                      /* of the call: what begin sets */
     ra__view q, k, v, o, lse;
     int64_t call, deadline, rows, own_rows;
-    uint64_t agreed[2];                /* hashes of the descriptor and of the counts */
+    ra__agreed agreed;                 /* hashes of what ranks agree on in the descriptors */
+    uint64_t topics, hash;             /* of the frames of the call */
     int64_t *cached, *fresh;           /* [B] */
     int64_t *all_at, *own_at;          /* [B + 1] first new row of a sequence: of all ranks; here */
     int32_t *all_pos, *own_pos;        /* positions of these rows */
@@ -21843,16 +21856,23 @@ static int64_t ra__cache_message(const ra_cache *c) {
     return most;
 }
 
-static uint64_t ra__cache_agree(const ra_cache *c, const ra_desc *d) {
-    ra__agreed a;
-    uint64_t h;
-    memset(&a, 0, sizeof a);
-    ra__agree(d, &c->d, &a);
-    h = ra__hash_of(&a, sizeof a);
-    h = ra__hash_i64(ra__hash_i64(ra__hash_i64(h, c->most_rows), c->lanes), c->cd.queries);
-    if (c->shared) h = ra__hash_i64(h, c->d.isa + 1);  /* they compute rows of each other */
-    if (c->shared) h = ra__hash_i64(h, c->ordered_rows);
-    return ra__hash_i64(ra__hash_i64(h, c->cd.travel), c->d.form);
+/* The longest message of keys that AUTO chooses. */
+static int64_t ra__keys_limit(const ra_cache *c) {
+    return ra__min(RA__FRAME_BYTES + 64 + c->most_keys, (int64_t)c->tp.max_msg);
+}
+
+/* Hashes what ranks must agree on in the descriptors. Ranks that share memory compute rows of each
+ * other. */
+static void ra__cache_agree(ra_cache *c, const ra_desc *d) {
+    uint64_t *topic = c->agreed.topic;
+    const int64_t lanes[] = { c->lanes, c->shared && !c->cd.lanes };
+    const int64_t travel[] = { c->cd.queries, c->cd.travel };
+    const int64_t rest[] = { c->shared ? c->d.isa : ra__keys_limit(c), c->shared, c->d.form };
+    ra__agree(d, &c->d, &c->agreed);
+    topic[RA__AGREE_SIZES] = ra__hash_i64(topic[RA__AGREE_SIZES], c->most_rows);
+    topic[RA__AGREE_LAYOUT] = ra__hash(topic[RA__AGREE_LAYOUT], lanes, sizeof lanes);
+    topic[RA__AGREE_TRAINING] = ra__hash(topic[RA__AGREE_TRAINING], travel, sizeof travel);
+    topic[RA__AGREE_MESSAGES] = ra__hash(topic[RA__AGREE_MESSAGES], rest, sizeof rest);
 }
 
 RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
@@ -21893,7 +21913,7 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     c.d.layout.weights = NULL;         /* the tables have them */
     if (!c.cd.watchdog_ns) c.cd.watchdog_ns = RA__QUIET_NS;
     if (!c.cd.quiesce_ns) c.cd.quiesce_ns = RA__QUIET_NS / 2;
-    c.agreed[0] = ra__cache_agree(&c, d);
+    ra__cache_agree(&c, d);
     made = (ra_cache *)(void *)c.base;
     *made = c;
     if (c.shared) made->crew.shared = &made->tp;
@@ -22027,8 +22047,7 @@ static int ra__travel_count(const ra_cache *c, ra__travel_cost *x) {
         const double in = queries_in + partials_in;
         const double out = queries_out + (x->rows - mine) * trees * partial;
         int64_t keys, bytes = ra__keys_length(c, r, &keys);
-        const int64_t room = RA__FRAME_BYTES + 64 + c->most_keys;
-        if (!c->shared && (bytes > room || bytes > (int64_t)c->tp.max_msg)) return 0;
+        if (!c->shared && bytes > ra__keys_limit(c)) return 0;
         x->keys += (double)keys;
         x->query_bytes = ra__larger(x->query_bytes, ra__larger(in, out));
         x->key_bytes = ra__larger(x->key_bytes, (double)keys * k * (takers - (mine > 0)));
@@ -22446,6 +22465,20 @@ static void ra__cache_set_counts(ra_cache *c, const int64_t *cached, const int64
     if (c->pooled) ra__pool_cut(c);
 }
 
+/* Hashes what ranks must agree on in a call. */
+static void ra__cache_agree_call(ra_cache *c) {
+    ra__agreed a = c->agreed;
+    uint64_t *scores = &a.topic[RA__AGREE_SCORES];
+    if (c->d.scores & RA_SCORE_ALIBI)
+        *scores = ra__hash_array(*scores, c->t.alibi, c->d.q_heads, 4);
+    if (c->d.scores & RA_SCORE_SINKS)
+        *scores = ra__hash_array(*scores, c->t.sinks, c->d.q_heads, 4);
+    c->hash = ra__hash_array(RA__HASH_START, c->cached, c->d.sequences, 8);
+    c->hash = ra__hash_array(c->hash, c->fresh, c->d.sequences, 8);
+    c->topics = ra__agreed_bytes(&a) | ra__hash_byte(c->hash) << 8 * RA__AGREE_TOPICS;
+    c->hash = ra__hash(c->hash, &a, sizeof a);
+}
+
 static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                  const int64_t *fresh, int64_t deadline_ns) {
     const ra_desc *d = &c->d;
@@ -22454,7 +22487,6 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     ra__view kv[2];
     ra__extent extent[RA__TENSOR_LSE + 1];
     int64_t rows[2], n;
-    uint64_t h = RA__HASH_START;
     ra_status s = ra__cache_check_counts(c, cached, fresh);
     if (s) return s;
     if (!t) return ra__refuse(e, RA_E_NULL, "t", "is required", 0);
@@ -22484,11 +22516,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     c->lse = w.lse;
     c->k = kv[0];
     c->v = kv[1];
-    for (int32_t b = 0; b < d->sequences; b++)
-        h = ra__hash_i64(ra__hash_i64(h, cached[b]), fresh[b]);
-    if (d->scores & RA_SCORE_ALIBI) h = ra__hash_array(h, t->alibi, d->q_heads, 4);
-    if (d->scores & RA_SCORE_SINKS) h = ra__hash_array(h, t->sinks, d->q_heads, 4);
-    c->agreed[1] = h;
+    if (c->has_transport) ra__cache_agree_call(c);
     c->deadline = deadline_ns;
     ra__store_i64(&c->call, c->call + 1);
     c->pools += c->pooled && c->ranks > 1;
@@ -22561,30 +22589,49 @@ static ra_status ra__cache_alarm(ra_cache *c) {
 }
 
 /* -------------------------------------------------------------------------- messages */
-/* f.topics is the hash of the descriptor alone, so that a mismatch can be explained. */
 static ra__frame ra__cache_frame(const ra_cache *c, int32_t kind, int32_t origin, int64_t length) {
-    ra__frame f = ra__frame_of(kind, origin, c->call, ra__hash_of(c->agreed, sizeof c->agreed),
-                               length);
-    f.topics = c->agreed[0];
+    ra__frame f = ra__frame_of(kind, origin, c->call, c->hash, length);
+    f.topics = c->topics;
     f.sum[0] = c->space;
     return ra__frame_sealed(f);
 }
 
+/* Checks the frame of a message that has come. The first disagreement is named, by the bytes of
+ * topics and, after those, of counts. */
 static ra_status ra__cache_check_frame(ra_cache *c, const ra__swap *x) {
+    static const char *const name[RA__AGREE_TOPICS + 2] = {
+        "sizes or cache.new_tokens", "dtypes", "mask", "layout.weights or cache.lanes",
+        "scale, softcap, scores, alibi or sinks", "cache.queries or cache.travel",
+        "form, isa, rates or transport", "cached or fresh", "an agreed field" };
     const ra_transport_op *in = &x->side[RA__SWAP_IN].op;
     const ra__frame due = ra__cache_frame(c, x->kind, in->peer, (int64_t)in->len);
     uint64_t differ = 0;
+    int topic = 0;
+    ra__frame f;
     const ra_status s = ra__frame_check(in->buf, &due, &differ);
-    if (s == RA_E_MISMATCH && differ)
-        return ra__cache_fail(c, s, "d", "rank # has another descriptor or ra_cache_desc",
-                              in->peer);
-    if (s == RA_E_MISMATCH)
-        return ra__cache_fail(c, s, "cached",
-                              "fresh, alibi or sinks of rank # differ from those here", in->peer);
-    if (s)
+    if (s == RA_OK) return s;
+    if (s != RA_E_MISMATCH)
         return ra__cache_fail(c, s, "transport",
                               "a frame of rank # is damaged or not the one expected", in->peer);
-    return RA_OK;
+    memcpy(&f, in->buf, sizeof f);
+    if (f.topics == c->topics && f.sum[0] != c->space)
+        return ra__cache_fail(c, s, "transport.caps",
+                              "has RA_CAP_SHARED, but rank # is in another process", in->peer);
+    while (topic <= RA__AGREE_TOPICS && !(differ >> 8 * topic & 255)) topic++;
+    return ra__cache_fail(c, s, name[topic], "has another value on rank #", in->peer);
+}
+
+/* A message has another length than agreed. If its frame has come, that says why. (Level 0 does not
+ * report what has come: the buffer was cleared.) */
+static ra_status ra__cache_length_failed(ra_cache *c, const ra__swap *x, int side) {
+    const ra_transport_op *op = &x->side[side].op;
+    ra__frame f;
+    if (side == RA__SWAP_IN && (op->done >= RA__FRAME_BYTES || !c->tp.post)) {
+        memcpy(&f, op->buf, sizeof f);
+        if (f.magic == RA__MAGIC && f.pass == c->call && f.hash != c->hash)
+            return ra__cache_check_frame(c, x);
+    }
+    return ra__cache_op_failed(c, RA_E_TRUNC, op->peer);
 }
 
 static void ra__cache_put_frame(const ra_cache *c, uint8_t *message, int32_t kind, int64_t length) {
@@ -22789,7 +22836,9 @@ static int ra__cache_list(ra_cache *c) {
     return n;
 }
 
-/* Level 1: posts, polls and takes what is done. 1: something moved, < 0: the call failed. */
+/* Level 1: posts, polls and takes what is done. 1: something moved, < 0: the call failed. If what
+ * this rank sends has another length than the receiver expects, the receiver finds out why: it is
+ * left to fail, and to abort this rank. */
 static int ra__cache_drive(ra_cache *c) {
     int n = ra__cache_list(c), idle = 0, moved = 0, code = RA_OK;
     for (int i = 0; i < n; i++) idle |= c->list[i]->state == RA_MSG_IDLE;
@@ -22801,10 +22850,12 @@ static int ra__cache_drive(ra_cache *c) {
             ra__swap_side *x = &c->swap[i].side[side];
             const ra_transport_op *op = &x->op;
             if (x->state != RA__SWAP_POSTED) continue;
-            if (op->state < 0) return ra__cache_op_failed(c, op->state, op->peer);
-            if (op->state != RA_MSG_DONE) continue;
-            if (op->done && op->done != op->len)
-                return ra__cache_op_failed(c, RA_E_TRUNC, op->peer);
+            const int cut = op->state == RA_E_TRUNC ||
+                            (op->state == RA_MSG_DONE && op->done && op->done != op->len);
+            if (cut && (side == RA__SWAP_IN || !c->tp.abort))
+                return ra__cache_length_failed(c, &c->swap[i], side);
+            if (op->state < 0 && !cut) return ra__cache_op_failed(c, op->state, op->peer);
+            if (op->state != RA_MSG_DONE && !cut) continue;
             moved = 1;
             if (side == RA__SWAP_OUT) ra__store_i32(&x->state, RA__SWAP_DONE);
             else if (ra__swap_received(c, &c->swap[i])) return ra__load_i32(&c->crew.failed);
@@ -22825,9 +22876,11 @@ static int ra__cache_exchange(ra_cache *c) {
     c->ran++;
     if (!in->len && !out->len) return 1;
     if (!late) until = c->deadline;
+    if (in->len) memset(in->buf, 0, RA__FRAME_BYTES);
     code = c->tp.sendrecv(c->tp.ctx, out->peer, out->buf, out->len, in->peer, in->buf, in->len,
                           in->len ? in->tag : out->tag, until);
     if (code == RA_E_TIMEOUT && late) code = RA_E_PEER;
+    if (code == RA_E_TRUNC && in->len) return ra__cache_length_failed(c, x, RA__SWAP_IN);
     if (code) return ra__cache_op_failed(c, code, in->len ? in->peer : out->peer);
     ra__store_i32(&x->side[RA__SWAP_OUT].state, RA__SWAP_DONE);
     if (in->len && ra__swap_received(c, x)) return ra__load_i32(&c->crew.failed);

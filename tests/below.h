@@ -23,25 +23,28 @@ static inline int below_ops(ra_transport_op op[2], ra_transport_op *list[2], int
     return n;
 }
 
-/* ctx: the other ra_transport. */
+/* ctx: the other ra_transport. A send that is cut waits for the receive beside it, which says why. */
 static inline int below_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
                                  size_t r_len, uint64_t tag, int64_t deadline_ns) {
     const ra_transport *t = (const ra_transport *)ctx;
     ra_transport_op op[2], *list[2];
     const int n = below_ops(op, list, to, s, s_len, from, r, r_len, tag);
-    int code = RA_AGAIN, left = 1;
-    while (left) {
-        if (code == RA_AGAIN) code = t->post(t->ctx, list, n);
-        if (code < 0) return code;
-        left = t->wait(t->ctx, list, n, deadline_ns);
-        if (left < 0) return left;
-        for (int i = 0; i < n; i++) {
-            if (op[i].state < 0) return op[i].state;
-            left += op[i].state != RA_MSG_DONE;
+    int code = RA_OK, left = 1;
+    while (left && code >= 0) {
+        code = t->post(t->ctx, list, n);
+        if (code >= 0) code = t->wait(t->ctx, list, n, deadline_ns);
+        left = 0;
+        for (int i = 0; i < n && code >= 0; i++) {
+            const int cut = op[i].kind == RA_MSG_SEND && op[i].state == RA_E_TRUNC;
+            if (op[i].state < 0 && !cut) code = op[i].state;
+            left += op[i].state != RA_MSG_DONE && !cut;
         }
-        if (left && ra_now_ns() > deadline_ns) return RA_E_TIMEOUT;
+        if (left && code >= 0 && ra_now_ns() > deadline_ns) code = RA_E_TIMEOUT;
     }
-    return RA_OK;
+    if (code >= 0) return RA_OK;
+    (void)t->abort(t->ctx, code);      /* takes back what is still posted */
+    (void)t->poll(t->ctx, list, n);
+    return code;
 }
 
 #endif

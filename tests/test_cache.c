@@ -120,6 +120,18 @@ static ra_status infer(const script *s, ra_cache *c, const ra_tensors *t, int32_
     return RA_OK;
 }
 
+/* Level 0 alone, over a transport of the world. */
+static ra_transport zero_transport(ra_transport *net) {
+    ra_transport zero;
+    memset(&zero, 0, sizeof zero);
+    zero.size = sizeof zero;
+    zero.abi = RA_TRANSPORT_ABI;
+    zero.ctx = net;
+    zero.sendrecv = below_sendrecv;
+    zero.caps = RA_CAP_ANY_PEER;
+    return zero;
+}
+
 /* Rows of this rank's queries in a step: positions and how many of each sequence. */
 static int64_t rows_here(const script *s, const ra_cache *c, int32_t step, int32_t b, int32_t rank,
                          int64_t *pos) {
@@ -323,14 +335,8 @@ static ra_status on_rank(ra_world *world, int rank, void *user) {
     ra_desc d = x->s->d;
     ra_cache *c = NULL;
     ra_error why = { 0 };
-    ra_transport net = *ra_world_transport(world, rank), zero;
+    ra_transport net = *ra_world_transport(world, rank), zero = zero_transport(&net);
     ra_status end;
-    memset(&zero, 0, sizeof zero);
-    zero.size = sizeof zero;
-    zero.abi = RA_TRANSPORT_ABI;
-    zero.ctx = &net;
-    zero.sendrecv = below_sendrecv;
-    zero.caps = RA_CAP_ANY_PEER;
     d.ranks = x->ranks;
     d.rank = rank;
     d.error = &why;
@@ -1646,15 +1652,14 @@ TEST(unseen_pages) {
     CHECK_EQ(ra_world_run(2, unseen_page_rank, NULL, NULL), RA_OK);
 }
 
-/* Two ranks, one of which makes another call. */
+/* Two ranks, one of which cancels, has a deadline or does not take part. */
+enum { CLASH_CANCEL, CLASH_DEADLINE, CLASH_LEAVE, CLASHES };
 typedef struct clash { int what; ra_status end[2]; char text[2][RA_TEXT_BYTES]; } clash;
 
 static ra_status clash_rank(ra_world *world, int rank, void *user) {
-    static const float slope[2][4] = { { 0.1f, 0.1f, 0.1f, 0.1f }, { 0.1f, 0.1f, 0.1f, 5 } };
     clash *x = (clash *)user;
     script s = script_new(4, 2, 32, RA_F32, 200);
     ra_cache *c = NULL;
-    ra_cache_desc cd = { 0 };
     ra_tensors t = { 0 };
     int64_t cached = 40, fresh = 40, until = ra_deadline_ms(20000);
     float *room = (float *)need(200 * 2 * 32 * 4), *q = (float *)need(200 * 4 * 32 * 8);
@@ -1663,21 +1668,17 @@ static ra_status clash_rank(ra_world *world, int rank, void *user) {
     t.q.data = q; t.o.data = q + 200 * 4 * 32; t.k.data = room; t.v.data = room + 1;
     d.ranks = 2;
     d.rank = rank;
-    if (rank && x->what == 0) fresh = 39;
-    if (rank && x->what == 1) d.mask.window = 7;
-    if (x->what == 5) d.scores = RA_SCORE_ALIBI;
-    if (x->what == 5) t.alibi = slope[rank];
-    if (rank && x->what == 6) cd.lanes = 2;            /* as many, but not by position */
-    end = ra_cache_create(&c, &d, ra_world_transport(world, rank), &cd);
-    if (rank && x->what == 2) ra_infer_cancel(c);
-    if (!rank && x->what == 3) until = ra_deadline_ms(100);
-    if (!(rank && (x->what == 3 || x->what == 4)) && !end)
+    end = ra_cache_create(&c, &d, ra_world_transport(world, rank), NULL);
+    if (rank && x->what == CLASH_CANCEL) ra_infer_cancel(c);
+    if (!rank && x->what == CLASH_DEADLINE) until = ra_deadline_ms(100);
+    if (!(rank && x->what != CLASH_CANCEL) && !end)
         end = ra_infer(c, &t, &cached, &fresh, until);
-    if (rank && x->what == 3) end = RA_OK;
+    if (rank && x->what == CLASH_DEADLINE) end = RA_OK;
     x->end[rank] = end;
     snprintf(x->text[rank], sizeof x->text[rank], "%s", ra_cache_error(c)->text);
-    if (rank && x->what == 3) while (ra_now_ns() < until - (int64_t)19000 * 1000000) sched_yield();
-    ra_world_leave(world, rank, x->what == 4 ? RA_OK : end);
+    if (rank && x->what == CLASH_DEADLINE)
+        while (ra_now_ns() < until - (int64_t)19000 * 1000000) sched_yield();
+    ra_world_leave(world, rank, x->what == CLASH_LEAVE ? RA_OK : end);
     (void)ra_cache_destroy(c);
     free(room);
     free(q);
@@ -1686,26 +1687,107 @@ static ra_status clash_rank(ra_world *world, int rank, void *user) {
 
 TEST(failures) {
     clash x;
-    for (x.what = 0; x.what < 7; x.what++) {
+    for (x.what = 0; x.what < CLASHES; x.what++) {
         memset(x.end, 0, sizeof x.end);
         h_context("what %d", x.what);
         (void)ra_world_run(2, clash_rank, &x, NULL);
-        if (x.what == 0) CHECK(x.end[0] == RA_E_MISMATCH || x.end[1] == RA_E_MISMATCH ||
-                               x.end[0] == RA_E_TRUNC || x.end[1] == RA_E_TRUNC);
-        if (x.what == 1 || x.what == 6) {
-            int r = x.end[0] != RA_E_MISMATCH;
-            CHECK_EQ(x.end[r], RA_E_MISMATCH);
-            CHECK(strstr(x.text[r], "descriptor"));
-            CHECK(x.end[!r] < 0);
-        }
-        if (x.what == 2) {
+        if (x.what == CLASH_CANCEL) {
             CHECK_EQ(x.end[1], RA_E_CANCELLED);
             CHECK(x.end[0] == RA_E_ABORTED || x.end[0] == RA_E_PEER);
         }
-        if (x.what == 3) CHECK_EQ(x.end[0], RA_E_TIMEOUT);
-        if (x.what == 5) CHECK(x.end[0] == RA_E_MISMATCH || x.end[1] == RA_E_MISMATCH);
-        if (x.what == 4) CHECK_EQ(x.end[0], RA_E_PEER);
+        if (x.what == CLASH_DEADLINE) CHECK_EQ(x.end[0], RA_E_TIMEOUT);
+        if (x.what == CLASH_LEAVE) CHECK_EQ(x.end[0], RA_E_PEER);
         CHECK(x.text[0][0] != 0);
+    }
+}
+
+/* The last of three ranks differs from the others in one agreed value. */
+enum { APART_QUERIES, APART_FRESH, APART_CACHED, APART_MASK, APART_LANES, APART_DEFAULT_LANES,
+       APART_TRAVEL, APART_NEW_TOKENS, APART_TOKENS, APART_DTYPE, APART_SCALE, APART_ALIBI,
+       APART_SINKS, APART_FORM, APART_RATES, APART_ISA, APART_MAX_MSG, APARTS };
+static const char *const apart_field[APARTS] = {
+    "cache.queries", "cached or fresh", "cached or fresh", "mask", "cache.lanes", "cache.lanes",
+    "cache.travel", "cache.new_tokens", "sizes", "dtypes", "scale", "alibi", "sinks", "form",
+    "rates", "isa", "transport" };
+enum { APART_RANKS = 3 };
+typedef struct apart {
+    int what, level_0;                 /* level_0: as in script */
+    ra_status end[APART_RANKS];
+    ra_error why[APART_RANKS];
+} apart;
+
+static void apart_change(const apart *x, ra_desc *d, ra_cache_desc *cd, ra_transport *net,
+                         int64_t *cached, int64_t *fresh) {
+    switch (x->what) {
+    case APART_QUERIES: cd->queries = RA_QUERIES_ALL; break;
+    case APART_FRESH: --*fresh; break;
+    case APART_CACHED: --*cached; break;
+    case APART_MASK: d->mask.window = 7; break;
+    case APART_LANES: cd->lanes = 4; break;
+    case APART_DEFAULT_LANES: cd->lanes = 3; break;    /* as many, but not by position */
+    case APART_TRAVEL: cd->travel = RA_INFER_MERGE; break;
+    case APART_NEW_TOKENS: cd->new_tokens = 90; break;
+    case APART_TOKENS: d->tokens--; break;
+    case APART_DTYPE: d->o_dtype = RA_F16; break;
+    case APART_SCALE: d->scale = 0.25f; break;
+    case APART_FORM: d->form = RA_FORM_SAME; break;
+    case APART_RATES: d->rates.flops_per_s = 1e12; break;
+    case APART_ISA: d->isa = RA_ISA_SCALAR; break;
+    case APART_MAX_MSG: net->max_msg = 1 << 17; break;
+    }
+}
+
+static ra_status apart_rank(ra_world *world, int rank, void *user) {
+    static const float heads[2][4] = { { 0.1f, 0.1f, 0.1f, 0.1f }, { 0.1f, 0.1f, 0.1f, 5 } };
+    const int last = rank == APART_RANKS - 1;
+    apart *x = (apart *)user;
+    script s = script_new(4, 2, 32, RA_F32, 2000);
+    ra_cache *c = NULL;
+    ra_cache_desc cd = { 0 };
+    ra_transport net = *ra_world_transport(world, rank), zero = zero_transport(&net);
+    ra_tensors t = { 0 };
+    int64_t cached = 40, fresh = 70;
+    float *room = (float *)need(2000 * 2 * 32 * 4), *q = (float *)need(200 * 4 * 32 * 8);
+    ra_desc d = s.d;
+    t.q.data = q; t.o.data = q + 200 * 4 * 32; t.k.data = room; t.v.data = room + 1;
+    t.alibi = heads[last && x->what == APART_ALIBI];
+    t.sinks = heads[last && x->what == APART_SINKS];
+    d.scores = RA_SCORE_ALIBI | RA_SCORE_SINKS;
+    d.ranks = APART_RANKS;
+    d.rank = rank;
+    d.rates.flops_per_s = d.rates.link_bytes_per_s = 1e11;
+    if (x->level_0) net.caps &= ~(uint32_t)RA_CAP_SHARED;
+    if (last) apart_change(x, &d, &cd, &net, &cached, &fresh);
+    zero.max_msg = net.max_msg;
+    x->end[rank] = ra_cache_create(&c, &d, x->level_0 == 1 ? &zero : &net, &cd);
+    if (!x->end[rank]) x->end[rank] = ra_infer(c, &t, &cached, &fresh, ra_deadline_ms(20000));
+    x->why[rank] = *ra_cache_error(c);
+    ra_world_leave(world, rank, x->end[rank]);
+    (void)ra_cache_destroy(c);
+    free(room);
+    free(q);
+    return RA_OK;
+}
+
+/* Ranks that disagree name what they disagree about, also where lengths of messages differ. */
+TEST(disagreements) {
+    for (int i = 0; i < 3 * APARTS; i++) {
+        apart x = { 0 };
+        int named = 0;
+        x.what = i / 3;
+        x.level_0 = i % 3;
+        if (x.level_0 ? x.what == APART_ISA || x.what == APART_DEFAULT_LANES
+                      : x.what == APART_MAX_MSG) continue;
+        if (x.level_0 == 1 && x.what != APART_FRESH) continue;
+        h_context("what %d, level_0 %d", x.what, x.level_0);
+        (void)ra_world_run(APART_RANKS, apart_rank, &x, NULL);
+        for (int r = 0; r < APART_RANKS; r++) {
+            CHECK(x.end[r] == RA_E_MISMATCH || x.end[r] == RA_E_ABORTED);
+            if (x.end[r] != RA_E_MISMATCH) continue;
+            CHECK(strstr(x.why[r].field, apart_field[x.what]) != NULL);
+            named++;
+        }
+        CHECK(named > 0);
     }
 }
 
@@ -1855,7 +1937,8 @@ static const h_test tests[] = {
     ENTRY(chosen_merges), ENTRY(merge_trees),
     ENTRY(refusals),
     ENTRY(longest_messages), ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(unseen_pages),
-    ENTRY(failures), ENTRY(ends_in_the_middle_of_a_call), ENTRY(ends_before_others_know),
+    ENTRY(failures), ENTRY(disagreements), ENTRY(ends_in_the_middle_of_a_call),
+    ENTRY(ends_before_others_know),
 };
 
 int main(int argc, char **argv) {
