@@ -32,10 +32,11 @@ build() {
 try() {
     case $1 in
         sim) timeout 120 "$work/sim" seeds --count 8000 --first ;;
-        silence | differences) timeout 60 "$work/sim" "$1" --first ;;
+        silence | differences | caches) timeout 60 "$work/sim" "$1" --first ;;
         schedule) timeout 120 "$work/schedule" --first ;;
         rows) timeout 60 "$work/rows" rows_of_any_call --first ;;
         cache) timeout 60 "$work/cache" chosen --first ;;
+        apart) timeout 60 "$work/cache" disagreements --first ;;
         forward) timeout 90 "$work/forward" modified_decode --first ;;
         resume) timeout 120 "$work/resume" --first ;;
         failure) timeout 60 "$work/failure" default_watchdog --first ;;
@@ -90,6 +91,7 @@ fi
 
 # Arguments for xargs: number, name and tests of each mistake; 0 is the header as it is.
 right="sim resume failure ends rows schedule world cache forward silence differences $batches"
+right="$right caches apart"
 awk -F ' [|] ' -v list="$right" -v batches="$batches" 'BEGIN { split(list, right, " ")
         for (i = 1; i in right; i++) print "0\nright_" right[i] "\n" right[i] }
     /^#/ || !NF { next }

@@ -1,7 +1,8 @@
 /* Whole worlds in one thread: every rank has a ring on a network in memory (net.h) and is stepped
  * at random, by several "threads" per rank, with a clock that the test moves. Nothing may block,
  * every pass must end, and what ends well must be right: against a double-precision reference
- * (small.h) and, where the plan promises it, bit for bit against one rank. Then with faults. */
+ * (small.h) and, where the plan promises it, bit for bit against one rank. Then with faults.
+ * Sharded caches too. */
 #define _POSIX_C_SOURCE 200112L
 #include "hooks.h"
 #include <sys/wait.h>
@@ -1220,6 +1221,211 @@ TEST(differing_routes) {
     CHECK_EQ(hook_broken, 0);
 }
 
+/* -------------------------------------------------------------------------- caches
+ * Sharded caches on the same network: pools (without lanes by position), keys or queries that
+ * travel, exchanges and trees of MERGE. What ends well on a rank has the bits of one rank, also if
+ * something fails elsewhere. */
+enum { CACHE_B = 3, CACHE_KV = 230, CACHE_DIM = 16, CACHE_ROW = 4 * CACHE_DIM, CACHE_CALLS = 3,
+       CACHE_ROWS = CACHE_B * CACHE_KV, CACHE_LANES = 48 };
+
+typedef struct cache_seat {
+    ra_cache *c;
+    ra_tensors t;
+    float kv[CACHE_B * CACHE_LANES * 16 * CACHE_ROW / 2];
+    float q[CACHE_ROWS * CACHE_ROW], o[CACHE_ROWS * CACHE_ROW];
+    ra_status end;
+} cache_seat;
+
+typedef struct cache_world {
+    net *net;
+    ra_desc d;
+    ra_cache_desc cd;
+    int64_t cached[CACHE_B], fresh[CACHE_B];
+    float kv[CACHE_ROWS * CACHE_ROW / 2], q[CACHE_ROWS * CACHE_ROW], o[CACHE_ROWS * CACHE_ROW];
+    cache_seat *seat;                  /* [ranks] */
+    int ranks, trees, pools, wrong;
+} cache_world;
+
+enum { CACHE_QUERIES, CACHE_OUTPUTS, CACHE_COMPARE };
+
+/* Between the rows of this call on a rank and those of all, by position. */
+static void cache_rows(cache_world *w, cache_seat *s, int what) {
+    const int all = w->cd.queries == RA_QUERIES_ALL || what == CACHE_OUTPUTS;
+    for (int32_t b = 0; b < w->d.sequences; b++) {
+        int64_t row = (int64_t)b * CACHE_KV;
+        for (int64_t p = w->cached[b]; p < w->cached[b] + w->fresh[b]; p++) {
+            float *whole = w->o + (b * CACHE_KV + p) * CACHE_ROW, *o = s->o + row * CACHE_ROW;
+            const float *q = w->q + (b * CACHE_KV + p) * CACHE_ROW;
+            if (!all && ra_cache_owner(s->c, p) != s - w->seat) continue;
+            if (what == CACHE_QUERIES) memcpy(s->q + row * CACHE_ROW, q, CACHE_ROW * 4);
+            else if (what == CACHE_OUTPUTS) memcpy(whole, o, CACHE_ROW * 4);
+            else SOUND(w, !memcmp(o, whole, CACHE_ROW * 4));
+            row++;
+        }
+    }
+}
+
+/* A cache of a rank with all its keys; net null: of one rank. */
+static void cache_open(cache_world *w, cache_seat *s, int rank, const ra_transport *t) {
+    const int64_t stride = CACHE_KV * CACHE_ROW * 4;
+    ra_desc d = w->d;
+    ra_error why = { 0 };
+    memset(s, 0, sizeof *s);
+    d.error = &why;
+    d.ranks = t ? w->ranks : 1;
+    d.rank = t ? rank : 0;
+    if (!SOUND(w, ra_cache_create(&s->c, &d, t, &w->cd) == RA_OK))
+        printf("    refused: %s: %s\n", why.field, why.text);
+    s->t.k.data = s->t.v.data = s->kv;
+    s->t.q.data = s->q;
+    s->t.o.data = s->o;
+    s->t.q.batch_stride = s->t.o.batch_stride = stride;
+    for (int64_t i = 0; s->c && i < (int64_t)w->d.sequences * CACHE_KV; i++) {
+        const float *kv = w->kv + i * CACHE_ROW / 2;
+        SOUND(w, !ra_cache_store(s->c, &s->t, (int32_t)(i / CACHE_KV), i % CACHE_KV, kv, kv));
+    }
+}
+
+static void cache_random(cache_world *w) {
+    static const int ranks[] = { 2, 3, 4, 4, 5, 8, 8, 16 };
+    net_config c;
+    memset(w, 0, sizeof *w);
+    w->ranks = ranks[small_rand(8)];
+    small_net(&c, w->ranks);
+    small_net_limits(&c);
+    c.told = 1 + (int)small_rand(2);
+    c.any_peer = 1;
+    c.shared = small_chance(30);
+    c.max_ops = c.shared ? 64 : small_chance(40) ? 0 : (uint32_t)small_range(2, 40);
+    c.reg = (int)small_rand(3);
+    w->d = ra_desc_make(4, 2, CACHE_DIM, RA_F32, RA_MASK_CAUSAL);
+    w->d.sequences = small_range(1, CACHE_B);
+    w->d.tokens = small_chance(50) ? small_range(1, 12) : 90;
+    w->d.kv_tokens = CACHE_KV;
+    w->d.threads = small_range(1, 3);
+    if (small_chance(60)) w->d.rates.flops_per_s = w->d.rates.link_bytes_per_s = 1e12;
+    w->cd.queries = small_chance(60) ? RA_QUERIES_ALL : RA_QUERIES_OWN;
+    w->cd.travel = (int32_t)small_rand(4);
+    if (w->cd.queries && w->cd.travel == RA_INFER_PASS_KV) w->cd.travel = RA_INFER_MERGE;
+    w->cd.lanes = small_chance(70) ? w->ranks * small_range(1, 3) : w->ranks + small_range(0, 9);
+    if (c.shared && w->d.tokens == 90 && !w->cd.queries && w->cd.travel % 2 == 0) w->cd.lanes = 0;
+    w->net = net_create(&c);
+    w->seat = (cache_seat *)calloc((size_t)w->ranks, sizeof *w->seat);
+    if (!w->seat) abort();
+    for (int i = 0; i < CACHE_ROWS * CACHE_ROW; i++) w->q[i] = small_float();
+    for (int i = 0; i < CACHE_ROWS * CACHE_ROW / 2; i++) w->kv[i] = small_float();
+    h_context("P %d lanes %d queries %d travel %d B %d tokens %lld shared %d told %d ops %u",
+              w->ranks, w->cd.lanes, w->cd.queries, w->cd.travel, w->d.sequences,
+              (long long)w->d.tokens, c.shared, c.told, c.max_ops);
+}
+
+/* Steps random threads of random ranks until all calls have ended. If nothing happens for long, a
+ * message was lost: then rank 0 is cancelled, and if the others do not learn of it so are they. */
+static void cache_step_all(cache_world *w) {
+    int left = w->ranks, idle = 0;
+    while (left && SOUND(w, idle < 2 * STUCK)) {
+        cache_seat *s = &w->seat[small_rand((uint32_t)w->ranks)];
+        const int ith = (int)small_rand((uint32_t)w->d.threads);
+        if (s->end <= 0) continue;
+        w->net->now++;
+        w->net->thread = ith;
+        if (++idle == STUCK && SOUND(w, w->net->expect_faults))
+            for (int i = 0; i < (w->net->c.told == 1 ? 1 : w->ranks); i++)
+                ra_infer_cancel(w->seat[i].c);
+        s->end = ra_infer_step(s->c, ith);
+        if (s->end != RA_WAIT) idle = idle < STUCK ? 0 : idle;
+        left -= s->end <= 0;
+    }
+}
+
+/* One call of all ranks. 1: it ended well on all. */
+static int cache_call(cache_world *w, cache_seat *one) {
+    int fine = 1;
+    for (int32_t b = 0; b < w->d.sequences; b++) {
+        w->fresh[b] = small_chance(20) ? 0 : small_range(1, (int)w->d.tokens);
+        if (!w->cd.lanes && w->fresh[b]) w->fresh[b] = small_range(RA_BLOCK_TOKENS, 90);
+        if (!w->cd.lanes && small_chance(20)) w->fresh[b] = RA_BLOCK_TOKENS;
+        w->cached[b] = small_range(0, CACHE_KV - (int)w->fresh[b]);
+    }
+    for (int i = -1; i < w->ranks && !w->wrong; i++) {
+        cache_seat *s = i < 0 ? one : &w->seat[i];
+        ra_infer_report report;
+        memset(s->o, 0xff, sizeof s->o);
+        if (i < 0) memcpy(s->q, w->q, sizeof s->q);
+        for (int32_t b = 0; i < 0 && b < w->d.sequences; b++)
+            memcpy(s->q + b * CACHE_KV * CACHE_ROW,
+                   w->q + (b * CACHE_KV + w->cached[b]) * CACHE_ROW,
+                   (size_t)w->fresh[b] * CACHE_ROW * 4);
+        if (i < 0) SOUND(w, !ra_infer(s->c, &s->t, w->cached, w->fresh, 0));
+        if (i < 0) cache_rows(w, s, CACHE_OUTPUTS);
+        if (i < 0) continue;
+        cache_rows(w, s, CACHE_QUERIES);
+        SOUND(w, !ra_infer_query(s->c, w->cached, w->fresh, &report));
+        w->trees += report.travel == RA_INFER_MERGE && report.messages_in > 1 &&
+                    report.messages_in < w->ranks - 1;
+        w->pools += w->net->c.shared && report.travel == RA_INFER_PASS_KV;
+        s->end = ra_infer_begin(s->c, &s->t, w->cached, w->fresh, 0);
+        SOUND(w, s->end == RA_OK);
+        s->end = RA_WAIT;
+    }
+    if (!w->wrong) cache_step_all(w);
+    for (int i = 0; i < w->ranks && !w->wrong; i++) {
+        fine &= w->seat[i].end == RA_OK;
+        if (w->seat[i].end == RA_OK) cache_rows(w, &w->seat[i], CACHE_COMPARE);
+        else SOUND(w, ra_cache_error(w->seat[i].c)->status == w->seat[i].end);
+    }
+    return fine && !w->wrong;
+}
+
+/* Something that caches notice: a frame is damaged, a length differs, a message is lost, doubled,
+ * late or old, or the network fails. */
+static void cache_fault(net_fault *f, int ranks) {
+    static const int kinds[] = { NET_DAMAGE, NET_SHORT, NET_LONG, NET_TRUNC, NET_DOUBLE, NET_DROP,
+                                 NET_SWAP, NET_STALE, NET_RECV_FAILS, NET_SEND_FAILS,
+                                 NET_POST_FAILS, NET_POLL_FAILS };
+    f->kind = kinds[small_rand(12)];
+    f->rank = (int)small_rand((uint32_t)ranks);
+    f->at = (int64_t)small_rand(small_chance(50) ? 5 : 60);
+    f->byte = (int)small_rand(64);
+    f->value = f->kind == NET_DAMAGE ? 1 << small_rand(8) : f->kind <= NET_LONG ? 8 : RA_E_IO;
+}
+
+/* Returns the calls that ended well. */
+static int one_cache(h_rng rng, int faulty, int64_t tally[2]) {
+    static cache_world w;
+    static cache_seat one;
+    int calls = 0;
+    small_seed(rng.state);
+    cache_random(&w);
+    if (faulty) cache_fault(&w.net->c.fault, w.ranks);
+    w.net->expect_faults = faulty;
+    cache_open(&w, &one, 0, NULL);
+    for (int i = 0; i < w.ranks; i++)
+        cache_open(&w, &w.seat[i], i, &w.net->rank[i].transport);
+    while (!w.wrong && calls < CACHE_CALLS && cache_call(&w, &one)) calls++;
+    if (!faulty) SOUND(&w, w.wrong || calls == CACHE_CALLS);
+    if (!faulty && !w.wrong) net_check_empty(w.net);
+    for (int i = 0; i < w.ranks && !w.wrong; i++)
+        SOUND(&w, ra_cache_destroy(w.seat[i].c) == RA_OK);
+    SOUND(&w, ra_cache_destroy(one.c) == RA_OK);
+    if (!w.wrong) net_check_end(w.net);
+    if (!SOUND(&w, !w.net->breaches)) printf("    %s\n", w.net->why);
+    tally[0] += w.trees;
+    tally[1] += w.pools;
+    free(w.seat);
+    net_destroy(w.net);
+    return calls;
+}
+
+TEST(caches) {
+    int64_t tally[2] = { 0, 0 }, calls = 0;
+    for (int64_t i = 0; i < (h_run.large ? 4000 : 300); i++)
+        if (h_case(i)) calls += one_cache(h_case_rng(i), (int)(i % 2), tally);
+    if (h_run.only_case < 0) CHECK(tally[0] > 100 && tally[1] > 100);
+    printf("%lld calls, %lld of a rank by a tree, %lld in a pool\n", (long long)calls,
+           (long long)tally[0], (long long)tally[1]);
+}
+
 /* -------------------------------------------------------------------------- seeds */
 
 /* What a seed means depends only on the seed. Returns 1 if something was wrong. */
@@ -1308,7 +1514,7 @@ int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(worlds), ENTRY(shared_few_ops), ENTRY(faults), ENTRY(silence), ENTRY(cancel),
         ENTRY(notified_deaths), ENTRY(differences),
-        ENTRY(differing_routes), ENTRY(checksums), ENTRY(seeds), ENTRY(statuses),
+        ENTRY(differing_routes), ENTRY(checksums), ENTRY(caches), ENTRY(seeds), ENTRY(statuses),
     };
 #if defined(M_MMAP_THRESHOLD)
     /* Worlds come and go: their memory need not go back to the system each time. */
