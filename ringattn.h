@@ -2618,7 +2618,7 @@ RA__INLINE float ra__bias_at(const ra__score *score, int32_t row, int32_t pos) {
 /* 1 if the n positions at `pos` are consecutive, and none is that of an empty cell. */
 RA__INLINE int32_t ra__positions_are_run(const int32_t *pos, int32_t n) {
     int32_t run = pos[0] >= 0;
-    for (int32_t i = 1; i < n; i++) run &= pos[i] == pos[0] + i;
+    for (int32_t i = 1; i < n; i++) run &= pos[i] - i == pos[0];  /* pos[0] + i may overflow */
     return run;
 }
 

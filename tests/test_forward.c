@@ -527,6 +527,38 @@ TEST(positions_near_the_limit) {
     }
 }
 
+/* Cells in any order, the first of them at the highest position: under ubsan nothing overflows. */
+TEST(biased_cells_near_the_limit) {
+    enum { CELLS = 20, D = 8 };
+    static const int64_t highest[2] = { RA_MAX_POSITION - 1, 1000 };
+    float q[D], keys[CELLS * D], bias[CELLS], o[2][D];
+    int32_t cells[CELLS], end = RA_MAX_POSITION - 1;
+    h_rng r = h_case_rng(0);
+    ra_tensors t = { 0 };
+    ra_desc d = ra_desc_make(1, 1, D, RA_F32, RA_MASK_NONE);
+    for (int i = 0; i < D; i++) q[i] = (float)h_normal(&r);
+    for (int i = 0; i < CELLS * D; i++) keys[i] = (float)h_normal(&r);
+    for (int i = 0; i < CELLS; i++) bias[i] = (float)h_normal(&r);
+    for (int i = 1; i < CELLS; i++) cells[i] = i;
+    d.tokens = 1;
+    d.kv_tokens = CELLS;
+    d.scores = RA_SCORE_BIAS;
+    t.q.data = q;
+    t.k.data = t.v.data = keys;
+    t.q_pos.array = &end;
+    t.q_pos.count = 1;
+    t.k_pos.array = cells;
+    t.k_pos.count = t.bias.keys = CELLS;
+    t.bias.data = bias;
+    t.bias.key_step = 4;
+    for (int i = 0; i < 2; i++) {
+        cells[0] = (int32_t)highest[i];
+        t.o.data = o[i];
+        CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
+    }
+    CHECK(!memcmp(o[0], o[1], sizeof o[0]));
+}
+
 /* -------------------------------------------------------------------------- L0 */
 static float *floats(int64_t n) { return (float *)calloc((size_t)n + 1, sizeof(float)); }
 
@@ -1758,6 +1790,7 @@ static const h_test tests[] = {
     ENTRY(sequences_in_one_cache), ENTRY(bias_of_minus_infinity),
     ENTRY(hidden_blocks_equal_masked_ones), ENTRY(modified_decode_ignores_other_rows),
     ENTRY(one_key_gives_its_value), ENTRY(positions_near_the_limit),
+    ENTRY(biased_cells_near_the_limit),
     ENTRY(fold_merge_finish), ENTRY(merges_of_many_partials), ENTRY(merge_corners),
     ENTRY(attention_threads), ENTRY(attention_workspace), ENTRY(q8_0_everywhere),
     ENTRY(q8_0_scales), ENTRY(convert),
