@@ -29,9 +29,9 @@ static inline int below_sendrecv(void *ctx, int to, const void *s, size_t s_len,
     const ra_transport *t = (const ra_transport *)ctx;
     ra_transport_op op[2], *list[2];
     const int n = below_ops(op, list, to, s, s_len, from, r, r_len, tag);
-    int code = RA_OK, left = 1;
+    int posted = RA_AGAIN, code = RA_OK, left = 1;
     while (left && code >= 0) {
-        code = t->post(t->ctx, list, n);
+        if (posted == RA_AGAIN) code = posted = t->post(t->ctx, list, n);
         if (code >= 0) code = t->wait(t->ctx, list, n, deadline_ns);
         left = 0;
         for (int i = 0; i < n && code >= 0; i++) {
