@@ -1139,9 +1139,9 @@ typedef struct ra_cache ra_cache;
  * outputs. ALL: every rank passes the queries of all new tokens and gets all outputs. */
 enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
 /* What travels. PASS_Q: queries to all ranks (ALL: none), partial results to the ranks of their
- * rows. MERGE: the same, but a rank merges some heads of all rows and sends the sums on. PASS_KV,
- * for OWN alone: keys and values to the queries; with RA_CAP_SHARED nothing (same d->isa). AUTO:
- * the least time, by d->rates if set, as memory allows; in shared memory PASS_KV for prompts. */
+ * rows. MERGE: the same, but a rank merges some heads of all rows and sends the sums on. PASS_KV:
+ * keys and values to the queries, for OWN alone; with RA_CAP_SHARED nothing (same d->isa). AUTO: by
+ * time (d->rates if set) and memory; with RA_CAP_SHARED PASS_KV for prompts and short batches. */
 enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV, RA_INFER_MERGE };
 typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the first four */
     int64_t new_tokens;                /* most new tokens of a call; 0: sequences * tokens */
@@ -2618,7 +2618,8 @@ RA__INLINE float ra__bias_at(const ra__score *score, int32_t row, int32_t pos) {
 /* 1 if the n positions at `pos` are consecutive, and none is that of an empty cell. */
 RA__INLINE int32_t ra__positions_are_run(const int32_t *pos, int32_t n) {
     int32_t run = pos[0] >= 0;
-    for (int32_t i = 1; i < n; i++) run &= pos[i] - i == pos[0];  /* pos[0] + i may overflow */
+    for (int32_t i = 1; i < n; i++)        /* pos[0] + i may overflow */
+        run &= (uint32_t)pos[i] - (uint32_t)i == (uint32_t)pos[0];
     return run;
 }
 
@@ -21119,11 +21120,11 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  * Pools. If one rank has all keys, or can read them all because memory is shared (RA_CAP_SHARED,
  * RA_INFER_PASS_KV), a call is a pool: it has one stage, in which the rows of a portion are
  * attended to all lanes. The rank that computes a portion also writes its outputs, in the memory of
- * the ranks that hold the rows. In a pool of several ranks each first sends the others the address
- * of its cache (RA__FRAME_POOL). They claim portions from a counter of rank 0. A rank that holds no
- * portion any more sends RA__FRAME_POOL_END. A call ends when this has come from all ranks, so
- * until then the counts and tensors of all ranks stay as they are. After a failure quiesce reports
- * when no rank reads them any more.
+ * the ranks that want the rows: with RA_QUERIES_ALL of all ranks. In a pool of several ranks each
+ * first sends the others the address of its cache (RA__FRAME_POOL). They claim portions from a
+ * counter of rank 0. A rank that holds no portion any more sends RA__FRAME_POOL_END. A call ends
+ * when this has come from all ranks, so until then the counts and tensors of all ranks stay as they
+ * are. After a failure quiesce reports when no rank reads them any more.
  *
  * Order of sums. The keys of a lane are summed in ascending order. The form of prefill sums them
  * block by block in one online softmax. The form of decoding sums each leaf of RA__LEAF keys in one
@@ -21282,7 +21283,7 @@ struct ra_cache {
     int64_t *cached, *fresh;           /* [B] */
     int64_t *all_at, *own_at;          /* [B + 1] first new row of a sequence: of all ranks; here */
     int32_t *all_pos, *own_pos;        /* positions of these rows */
-    int32_t *all_row;                  /* their numbers in the sequence, on the rank with the row */
+    int32_t *all_row;                  /* their numbers in the sequence, on ranks with the row */
     int64_t *rank_rows, *rank_from;    /* [ranks] new rows; scratch of ra__cache_rows_of */
     int32_t *joint;                    /* [B] joint sequences from b on; 0: joined to one before */
     int64_t *joint_end;                /* [B] tokens of the longest of them */
@@ -21562,7 +21563,8 @@ static void ra__cache_carve_desks(ra__arena *a, ra_cache *c) {
             x.partial[j] = (float *)ra__carve(a, 4 * ra__max(rows * row, few));
         }
         x.workspace = (uint8_t *)ra__carve(a, bytes);
-        if (c->ranks > 1) x.queries = (uint8_t *)ra__carve(a, queries);
+        if (c->ranks > 1 && c->cd.queries == RA_QUERIES_OWN)
+            x.queries = (uint8_t *)ra__carve(a, queries);
         if (c->ordered_rows)
             x.gather.room = (uint8_t *)ra__carve(a, RA__BATCH * ra__block_bytes(&c->d));
         if (a->base) c->desk[i] = x;
@@ -21598,6 +21600,7 @@ static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
     const int64_t own = ra__own_most(c, c->rank), heads = c->d.q_heads, share = ra__share_most(c);
     const int64_t trees = ra__rank_trees(c, c->rank);
     const int moves = c->ranks > 1 && c->cd.queries == RA_QUERIES_OWN;
+    const int keys = c->cd.travel == RA_INFER_AUTO || c->cd.travel == RA_INFER_PASS_KV;
     for (int32_t r = 0; r < c->ranks && c->ranks > 1; r++) {
         const int64_t rows = ra__own_most(c, r), head_rows = ra__max(moves * rows * heads, share);
         uint8_t *recv = NULL, *send = NULL, *result = ra__carve_aligned(
@@ -21614,13 +21617,14 @@ static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
     if (moves || c->merge_rows)
         c->partial_out = ra__carve_aligned(a, ra__sums_message(&c->d, c->most_rows * heads,
                                                                 trees), align);
+    if (c->ranks > 1 && keys) {
+        c->note_bytes = ra__round_up(RA__NOTE_BYTES, align);
+        c->notes = ra__carve_aligned(a, c->note_bytes * 2 * ((int64_t)c->ranks + 1), align);
+    }
     if (!moves) return;
     c->q_send = ra__carve_aligned(a, RA__FRAME_BYTES + own * q, align);
     c->q_all = (uint8_t *)ra__carve(a, c->most_rows * q);
-    if (c->cd.travel == RA_INFER_PASS_Q || c->cd.travel == RA_INFER_MERGE) return;
-    c->note_bytes = ra__round_up(RA__NOTE_BYTES, align);
-    c->notes = ra__carve_aligned(a, c->note_bytes * 2 * ((int64_t)c->ranks + 1), align);
-    if (c->shared) return;
+    if (c->shared || !keys) return;
     c->most_keys = ra__keys_most(c);
     c->kv_send = ra__carve_aligned(a, RA__FRAME_BYTES + 64 + c->most_keys, align);
     for (int i = 0; i < 2; i++)
@@ -21720,10 +21724,6 @@ static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd,
     ra__number(&x, "cache.new_tokens", cd->new_tokens, 0, INT64_MAX);
     ra__number(&x, "cache.watchdog_ns", cd->watchdog_ns, 0, INT64_MAX);
     ra__number(&x, "cache.quiesce_ns", cd->quiesce_ns, 0, INT64_MAX);
-    ra__refuse_pair_if(&x, cd->queries == RA_QUERIES_ALL && cd->travel == RA_INFER_PASS_KV &&
-                       ranks > 1, RA_E_SHAPE, "cache.travel",
-                       "RA_INFER_# needs cache.queries = RA_QUERIES_OWN; with RA_QUERIES_@ every "
-                       "rank would compute every row", cd->travel, cd->queries);
     ra__refuse_if(&x, cd->workspace && !cd->workspace_bytes, RA_E_WORKSPACE,
                   "cache.workspace_bytes", "must be set with a workspace, is #", 0);
     ra__refuse_if(&x, (uintptr_t)cd->workspace % 64 != 0, RA_E_ALIGN, "cache.workspace",
@@ -21893,6 +21893,12 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     if (c.ranks > 2 && !(net->caps & RA_CAP_ANY_PEER))
         return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
                           "lacks RA_CAP_ANY_PEER: ranks of a cache send to all others", 0);
+    if (c.has_transport && !c.shared && c.cd.queries == RA_QUERIES_ALL &&
+        c.cd.travel == RA_INFER_PASS_KV)
+        return ra__refuse_pair(e, RA_E_SHAPE, "cache.travel",
+                               "RA_INFER_# without shared memory needs cache.queries = "
+                               "RA_QUERIES_OWN; with RA_QUERIES_@ every rank would compute every "
+                               "row", c.cd.travel, c.cd.queries);
     align = ra__max(64, (int64_t)c.tp.align);
     c.tp.align = (size_t)align;
     need = ra__cache_bytes(&c, e);
@@ -21966,7 +21972,8 @@ static void ra__cache_rows_of(ra_cache *c) {
         for (int64_t i = 0; i < c->fresh[b]; i++) {
             const int64_t p = c->cached[b] + i;
             const int32_t r = c->lane_owner[ra__lane_of(c, p)];
-            c->all_row[all] = (int32_t)(c->rank_rows[r] - c->rank_from[r]);
+            c->all_row[all] = (int32_t)(c->cd.queries == RA_QUERIES_ALL
+                                            ? i : c->rank_rows[r] - c->rank_from[r]);
             c->all_pos[all++] = (int32_t)p;
             c->rank_rows[r]++;
             if (r == c->rank || c->cd.queries == RA_QUERIES_ALL) c->own_pos[own++] = (int32_t)p;
@@ -22098,21 +22105,37 @@ static ra__travel_times ra__travel_time(const ra_cache *c, const ra__travel_cost
     return t;
 }
 
+/* 1: a pool takes less time than queries and partial results that travel. That is so if its
+ * portions of prompts occupy all ranks. In the form of decoding each rank had better read the keys
+ * that are near it, unless there are few beside the partial results that RA_QUERIES_ALL sends to
+ * all ranks. So the pool has batches with a sequence for each rank and no whole leaf in a lane,
+ * which joint sequences would share.
+ * PERF: RA_QUERIES_ALL, 32/8 heads of 128 in bf16, 2 processors of a Zen 5. 16 sequences of 1 token
+ * over 64, the faster of PASS_Q and MERGE -> pool: 2, 4, 8 ranks 204 -> 147, 397 -> 245, 481 -> 353
+ * us; over 256 401 -> 334, 470 -> 436, 788 -> 707; over 1024 to 4096 0.94 to 1.03 of the time. 256
+ * tokens of a prompt over 768 on 4 ranks 9.1 -> 6.4 ms. */
+static int ra__pool_pays(const ra_cache *c) {
+    int64_t live = 0, longest = 0;
+    for (int32_t b = 0; b < c->d.sequences; b++) {
+        live += c->fresh[b] > 0;
+        longest = ra__max(longest, ra__call_tokens(c, b));
+    }
+    if (ra__tile_portions(c, RA__LANE_BLOCK) >= c->ranks) return 1;
+    return c->cd.queries == RA_QUERIES_ALL && live >= c->ranks &&
+           ra__lane_keys(c, 0, longest) < RA__LEAF;
+}
+
 /* What travels: keys if that takes less time and there is memory for them. Every rank makes the
- * same choice. Where memory is shared keys do not move: PASS_KV if its portions occupy all ranks.
- * In the form of decoding it is faster if each rank reads the keys that are near it. */
+ * same choice. Where memory is shared keys do not move: PASS_KV is a pool. */
 static int32_t ra__cache_travels(const ra_cache *c) {
     ra__travel_cost x;
     ra__travel_times t;
-    if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL || c->cd.travel == RA_INFER_PASS_Q ||
+    if (c->ranks == 1 || !c->rows || c->cd.travel == RA_INFER_PASS_Q ||
         c->cd.travel == RA_INFER_MERGE)
         return RA_INFER_PASS_Q;
-    if (ra__any_ordered(c)) return RA_INFER_PASS_KV;
-    if (c->shared && (c->cd.travel != RA_INFER_PASS_KV || !c->rows))
-        return ra__tile_portions(c, RA__LANE_BLOCK) >= c->ranks ? RA_INFER_PASS_KV
-                                                                : RA_INFER_PASS_Q;
-    if (c->cd.travel == RA_INFER_PASS_KV) return RA_INFER_PASS_KV;
-    if (!c->rows || !ra__travel_count(c, &x)) return RA_INFER_PASS_Q;
+    if (c->cd.travel == RA_INFER_PASS_KV || ra__any_ordered(c)) return RA_INFER_PASS_KV;
+    if (c->shared) return ra__pool_pays(c) ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
+    if (c->cd.queries == RA_QUERIES_ALL || !ra__travel_count(c, &x)) return RA_INFER_PASS_Q;
     t = ra__travel_time(c, &x);
     return t.keys < t.queries ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
 }
@@ -22968,8 +22991,12 @@ static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lan
     if (!d->v_in_k) t->v = ra__view_in(v);
 }
 
-/* Packs the queries of a portion of a pool of several ranks at its desk, run by run of rows that
- * one rank holds. */
+/* 1: the queries of a portion of a pool are those of several ranks. */
+static int ra__pool_gathers(const ra_cache *c) {
+    return c->pooled && c->ranks > 1 && c->cd.queries == RA_QUERIES_OWN;
+}
+
+/* Packs these queries at the desk of the portion, run by run of rows that one rank holds. */
 static void ra__pool_gather(const ra_cache *c, ra__cache_desk *y) {
     const ra__cache_portion *x = &y->x;
     const int64_t size = ra__row_bytes(c->d.q_dtype, c->d.k_dim), at = c->all_at[x->b] + x->row;
@@ -23024,7 +23051,7 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, co
     const int64_t at = q->at[x->b] + x->row + member, q_head = head * (int64_t)c->group;
     ra__view qv;
     ra_tensors *t = &y->t;
-    if (c->pooled && c->ranks > 1)
+    if (ra__pool_gathers(c))
         qv = ra__view_at(ra__view_packed(y->queries, ra__portion_heads(c, x), c->d.k_dim,
                                          d->q_dtype), 0, 0, x->at_head * (int64_t)c->group);
     else if (q->packed) qv = ra__view_at(q->v, 0, at, q_head);
@@ -23445,22 +23472,27 @@ static ra_status ra__cache_merge(const ra_cache *c, const ra__cache_desk *y) {
     return RA_OK;
 }
 
-/* Writes the heads [first, first + heads) of row i of sequence b to O and LSE. Changes `sum`. */
+/* Adds their sinks to the heads [first, first + heads) of a row, in place. */
+static void ra__row_add_sinks(const ra_cache *c, int32_t first, int32_t heads, ra__partial sum) {
+    if (!(c->d.scores & RA_SCORE_SINKS)) return;
+    for (int32_t h = 0; h < heads; h++, sum.o += c->d.v_dim, sum.lse++) {
+        const float own = c->t.sinks[first + h];
+        const double sink = (double)own, was = (double)*sum.lse;
+        const double top = sink > was ? sink : was;
+        const double all = ra__exp(was - top) + ra__exp(sink - top);
+        const double factor = ra__is_neg_inf(*sum.lse) ? 0.0 : ra__exp(was - top) / all;
+        for (int32_t j = 0; j < c->d.v_dim; j++) sum.o[j] = (float)((double)sum.o[j] * factor);
+        *sum.lse = ra__is_neg_inf(*sum.lse) ? own : (float)(top + ra__log(all));
+    }
+}
+
+/* Writes the heads [first, first + heads) of row i of sequence b to O and LSE. */
 static ra_status ra__row_write(const ra_cache *c, int32_t b, int64_t i, int32_t first,
                                int32_t heads, ra__partial sum) {
     ra_status s = RA_OK;
     for (int32_t h = 0; h < heads && !s; h++, sum.o += c->d.v_dim, sum.lse++) {
         ra__view o = ra__view_at(c->o, b, i, first + h);
         ra__view l = ra__view_at(c->lse, b, i, first + h);
-        if (c->d.scores & RA_SCORE_SINKS) {
-            const float own = c->t.sinks[first + h];
-            const double sink = (double)own, was = (double)*sum.lse;
-            const double top = sink > was ? sink : was;
-            const double all = ra__exp(was - top) + ra__exp(sink - top);
-            const double factor = ra__is_neg_inf(*sum.lse) ? 0.0 : ra__exp(was - top) / all;
-            for (int32_t j = 0; j < c->d.v_dim; j++) sum.o[j] = (float)((double)sum.o[j] * factor);
-            *sum.lse = ra__is_neg_inf(*sum.lse) ? own : (float)(top + ra__log(all));
-        }
         if (l.data) memcpy((void *)(uintptr_t)l.data, sum.lse, sizeof *sum.lse);
         s = ra_convert((void *)(uintptr_t)o.data, c->d.o_dtype, sum.o, RA_F32, c->d.v_dim);
     }
@@ -23480,33 +23512,31 @@ static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
     }
     for (int64_t i = first; i < c->own_rows && i < first + c->write_rows && !s; i++) {
         const ra__head_rows p = { i * heads, heads };
+        const ra__partial sum =
+            c->travel == RA_INFER_MERGE
+                ? ra__tree_partial(c, ra__partials_in(sums, c->own_rows * heads), 0, p.at)
+                : ra__rows_sum(c, y, p, all, 0);
         while (i >= c->own_at[b + 1]) b++;
-        s = ra__row_write(c, b, i - c->own_at[b], 0, c->d.q_heads,
-                          c->travel == RA_INFER_MERGE
-                              ? ra__tree_partial(c, ra__partials_in(sums, c->own_rows * heads), 0,
-                                                 p.at)
-                              : ra__rows_sum(c, y, p, all, 0));
+        ra__row_add_sinks(c, 0, c->d.q_heads, sum);
+        s = ra__row_write(c, b, i - c->own_at[b], 0, c->d.q_heads, sum);
     }
     return s;
 }
 
-/* Writes the rows of a portion of a pool to the memory of the ranks that hold them. Of joint
+/* Writes the rows of a portion of a pool to the memory of the ranks that want them. Of joint
  * sequences each row is row 0 of another sequence. */
 static ra_status ra__pool_write(const ra_cache *c, const ra__cache_desk *y) {
     const ra__cache_portion *x = &y->x;
     const int64_t at = c->queries.at[x->b] + x->row;
-    const int together = x->joint > 1;
+    const int32_t head = x->head * c->group, heads = ra__portion_heads(c, x);
     ra_status s = RA_OK;
-    for (int64_t i = 0; i < x->rows && !s; i++) {
+    for (int64_t i = 0; i < x->rows; i++) {
         const ra__partial sum = ra__partial_row(c, ra__portion_sum(c, y), i);
-        const ra_cache *to = c;
-        int64_t row = together ? 0 : x->row + i;
-        if (c->ranks > 1) {
-            to = c->peer[c->lane_owner[ra__lane_of(c, c->all_pos[at + i])]];
-            row = c->all_row[at + i];
-        }
-        s = ra__row_write(to, x->b + (together ? (int32_t)i : 0), row, x->head * c->group,
-                          ra__portion_heads(c, x), sum);
+        const int32_t b = x->b + (x->joint > 1 ? (int32_t)i : 0);
+        ra__row_add_sinks(c, head, heads, sum);
+        for (int32_t r = 0; r < c->ranks && !s; r++)
+            if (ra__row_wanted(c, r, at + i))
+                s = ra__row_write(c->peer[r], b, c->all_row[at + i], head, heads, sum);
     }
     return s;
 }
@@ -23515,7 +23545,7 @@ static ra_status ra__pool_write(const ra_cache *c, const ra__cache_desk *y) {
 static ra_status ra__cache_compute(ra_cache *c, ra__cache_desk *y) {
     ra__cache_portion *x = &y->x;
     int64_t left = RA__STEP_WORK;
-    if (c->pooled && c->ranks > 1 && !x->gathered) ra__pool_gather(c, y);
+    if (ra__pool_gathers(c) && !x->gathered) ra__pool_gather(c, y);
     x->gathered = 1;
     if (x->lane >= 0) {
         float *slot = ra__span_slot(c, x->b, x->lane - c->keys.first, x->span);
@@ -23531,7 +23561,7 @@ static ra_status ra__cache_compute(ra_cache *c, ra__cache_desk *y) {
 /* -------------------------------------------------------------------------- stages */
 /* Under comm, before the first swap: packs what this rank sends at the beginning. */
 static void ra__cache_pack_all(ra_cache *c) {
-    if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL) return;
+    if (c->ranks == 1) return;
     if (c->pooled) {
         const ra_cache *here = c;
         memset(ra__pool_note(c, 0), 0, RA__NOTE_BYTES);
@@ -23540,6 +23570,7 @@ static void ra__cache_pack_all(ra_cache *c) {
         ra__cache_put_frame(c, ra__pool_note(c, 1), RA__FRAME_POOL_END, RA__FRAME_BYTES);
         return;
     }
+    if (c->cd.queries == RA_QUERIES_ALL) return;
     if (c->travel == RA_INFER_PASS_KV) {
         ra__cache_pack_keys(c);
         return;

@@ -35,7 +35,8 @@ try() {
         silence | differences | caches) timeout 60 "$work/sim" "$1" --first ;;
         schedule) timeout 120 "$work/schedule" --first ;;
         rows) timeout 60 "$work/rows" rows_of_any_call --first ;;
-        cache) timeout 60 "$work/cache" chosen --first ;;
+        cache) timeout 60 "$work/cache" chosen --first &&
+            timeout 60 "$work/cache" pools_of_all --first ;;
         apart) timeout 60 "$work/cache" disagreements --first ;;
         forward) timeout 90 "$work/forward" modified_decode --first ;;
         resume) timeout 120 "$work/resume" --first ;;

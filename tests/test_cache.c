@@ -157,15 +157,16 @@ static void step_queries(const script *s, const ra_cache *c, int32_t step, int32
     free(pos);
 }
 
-/* Stores the outputs of a step on this rank by position. */
+/* Stores the outputs of a step on this rank by position. If every rank gets them all, each stores
+ * some. */
 static void step_outputs(const run *x, const ra_cache *c, int32_t step, int32_t rank, int64_t most,
                          const float *o, const float *lse) {
     const ra_desc *d = &x->s->d;
     int64_t *pos = (int64_t *)need((size_t)d->tokens * 8);
     for (int32_t b = 0; b < d->sequences; b++) {
         int64_t n = rows_here(x->s, c, step, b, rank, pos);
-        if (x->s->cd.queries == RA_QUERIES_ALL && rank) continue;
         for (int64_t j = 0; j < n; j++) {
+            if (x->s->cd.queries == RA_QUERIES_ALL && pos[j] % x->ranks != rank) continue;
             int64_t to = (b * d->kv_tokens + pos[j]) * d->q_heads;
             int64_t from = (b * most + j) * d->q_heads;
             memcpy(x->out->o + to * d->v_dim, o + from * d->v_dim,
@@ -479,9 +480,9 @@ static void everywhere(script *s, h_rng *r) {
     for (size_t i = 0; i < sizeof ranks / sizeof *ranks; i++) {
         outcome many;
         s->cd.travel = h_below(r, 4);
-        if (s->cd.queries == RA_QUERIES_ALL && s->cd.travel == RA_INFER_PASS_KV) s->cd.travel = 0;
         s->threads = 1 + h_below(r, 3);
         s->level_0 = h_below(r, 3);
+        if (s->cd.queries == RA_QUERIES_ALL && s->cd.travel == RA_INFER_PASS_KV) s->level_0 = 0;
         many = script_run(s, ranks[i]);
         CHECK_BITS(many.o, one.o, n * s->d.v_dim * 4);
         CHECK_BITS(many.lse, one.lse, n * 4);
@@ -512,6 +513,42 @@ TEST(ranks_and_travel) {
         script_fill(&s, &r);
         grow(&s, &r, 300);
         everywhere(&s, &r);
+        script_free(&s);
+    }
+}
+
+/* With RA_QUERIES_ALL over shared memory every rank gets all rows of a pool, sinks included, in the
+ * bits of one rank. It is taken for batches and prompts. */
+TEST(pools_of_all_queries) {
+    static const int32_t ranks[] = { 2, 3, 4, 8 };
+    for (int64_t i = 0; i < 8; i++) {
+        static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
+        h_rng r = h_case_rng(i);
+        script s;
+        outcome one, many;
+        if (!h_case(i)) continue;
+        s = script_new(8, i % 2 ? 8 : 2, 32, dtype[i % 4], 300);
+        s.d.sequences = 2 + (int32_t)(i % 3);
+        s.d.tokens = i % 4 == 1 ? 60 : 3;
+        s.cd.queries = RA_QUERIES_ALL;
+        if (i % 2) s.d.scores = RA_SCORE_SINKS | RA_SCORE_ALIBI;
+        if (i == 4) s.d.form = RA_FORM_SAME;
+        script_fill(&s, &r);
+        grow(&s, &r, 100);
+        one = script_run(&s, 1);
+        compare(&s, &one, &r, tolerance(&s));
+        for (int auto_one = 0; auto_one < 2; auto_one++) {
+            s.cd.travel = auto_one ? RA_INFER_AUTO : RA_INFER_PASS_KV;
+            s.threads = 1 + h_below(&r, 2);
+            s.page = h_below(&r, 4);
+            many = script_run(&s, ranks[i / 2]);
+            CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
+            CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
+            if (!auto_one) CHECK_EQ(many.travel[RA_INFER_PASS_KV], s.steps);
+            if (ranks[i / 2] <= s.d.sequences) CHECK(many.travel[RA_INFER_PASS_KV] > 0);
+            outcome_free(&many);
+        }
+        outcome_free(&one);
         script_free(&s);
     }
 }
@@ -548,7 +585,6 @@ TEST(pages) {
             s.threads = 1 + h_below(&r, 3);
             for (int32_t travel = RA_INFER_PASS_Q; travel <= RA_INFER_MERGE; travel++) {
                 outcome many;
-                if (travel == RA_INFER_PASS_KV && s.cd.queries == RA_QUERIES_ALL) continue;
                 s.cd.travel = travel;
                 many = script_run(&s, n);
                 CHECK_BITS(many.o, plain.o, q_size(&s) * s.d.v_dim * 4);
@@ -1329,8 +1365,9 @@ TEST(chosen_by_rates) {
     }
 }
 
-/* What a call would do on rank 0 if `live` of the 8 sequences have a new token. */
-static ra_infer_report one_token_each(int32_t ranks, int shared, int32_t queries, int live) {
+/* What a call would do on rank 0 if `live` of the 8 sequences have a new token, after `past`. */
+static ra_infer_report one_token_after(int32_t ranks, int shared, int32_t queries, int live,
+                                       int64_t past) {
     ra_desc d = ra_desc_make(32, 8, 128, RA_F32, RA_MASK_CAUSAL);
     int64_t cached[8] = { 0 }, fresh[8] = { 0 };
     ra_infer_report report = { 0 };
@@ -1339,13 +1376,13 @@ static ra_infer_report one_token_each(int32_t ranks, int shared, int32_t queries
     ra_world *world = NULL;
     ra_cache *c = NULL;
     for (int b = 0; b < live; b++) {
-        cached[b] = 1000;
+        cached[b] = past;
         fresh[b] = 1;
     }
     wd.ranks = d.ranks = ranks;
     d.sequences = 8;
     d.tokens = 1;
-    d.kv_tokens = 1024;
+    d.kv_tokens = 8192;
     cd.queries = queries;
     CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
     if (!world) return report;
@@ -1358,6 +1395,10 @@ static ra_infer_report one_token_each(int32_t ranks, int shared, int32_t queries
     return report;
 }
 
+static ra_infer_report one_token_each(int32_t ranks, int shared, int32_t queries, int live) {
+    return one_token_after(ranks, shared, queries, live, 1000);
+}
+
 /* Partial results of a row have 16512 bytes. Two exchanges receive a quarter of them from each of 3
  * peers, and of their sums, instead of all of them; they save 24768 bytes per row. */
 TEST(chosen_merges) {
@@ -1365,12 +1406,21 @@ TEST(chosen_merges) {
         const int64_t row = 32 * 129 * 4, two = live >= 4;
         for (int shared = 0; shared < 2; shared++) {
             const ra_infer_report all = one_token_each(4, shared, RA_QUERIES_ALL, live);
+            if (shared && live >= 4) {         /* a pool: a sequence for each rank */
+                CHECK_EQ(all.travel, RA_INFER_PASS_KV);
+                CHECK_EQ(all.bytes_in, 3 * (128 + 64));
+                continue;
+            }
             CHECK_EQ(all.travel, two ? RA_INFER_MERGE : RA_INFER_PASS_Q);
             CHECK_EQ(all.messages_in, two ? 6 : 3);
             CHECK_EQ(all.bytes_in, two ? 6 * (64 + live * row / 4) : 3 * (64 + live * row));
             CHECK_EQ(all.bytes_out, all.bytes_in);
         }
     }
+    /* No pool if a lane has a leaf of 1024 keys: the longest has 1023, then 1024. */
+    CHECK_EQ(one_token_after(4, 1, RA_QUERIES_ALL, 8, 4030).travel, RA_INFER_PASS_KV);
+    CHECK_EQ(one_token_after(4, 1, RA_QUERIES_ALL, 8, 4047).travel, RA_INFER_MERGE);
+    CHECK_EQ(one_token_after(4, 1, RA_QUERIES_OWN, 8, 1000).travel, RA_INFER_PASS_Q);
     CHECK_EQ(one_token_each(2, 0, RA_QUERIES_ALL, 8).travel, RA_INFER_PASS_Q);
     CHECK_EQ(one_token_each(8, 0, RA_QUERIES_OWN, 1).travel, RA_INFER_PASS_Q);
     CHECK_EQ(one_token_each(8, 0, RA_QUERIES_OWN, 2).travel, RA_INFER_MERGE);
@@ -1395,7 +1445,6 @@ TEST(merge_trees) {
         s.d.rates = rates;
         s.d.tokens = 12;
         s.cd.queries = RA_QUERIES_ALL;
-        s.cd.travel = i > 1 ? RA_INFER_MERGE : RA_INFER_AUTO;
         if (i == 3) s.cd.lanes = 32;
         if (i == 1) s.d.scores = RA_SCORE_SINKS;
         script_fill(&s, &r);
@@ -1404,6 +1453,7 @@ TEST(merge_trees) {
         compare(&s, &one, &r, tolerance(&s));
         for (s.level_0 = 0; s.level_0 < 3; s.level_0++) {
             s.threads = 1 + h_below(&r, 3);
+            s.cd.travel = i > 1 || !s.level_0 ? RA_INFER_MERGE : RA_INFER_AUTO;
             many = script_run(&s, ranks[i]);
             CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
             CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
@@ -1795,7 +1845,7 @@ TEST(disagreements) {
 /* Three ranks that read and write each other's tensors, or four that merge in a tree, one of which
  * ends in the middle of a call. Once its call has failed (ra_infer), or its cache is destroyed
  * (ra_infer_step), a rank overwrites its tensors: sanitizers see who still uses them. */
-typedef struct ending { int what, spins, tree; ra_status end[4]; } ending;
+typedef struct ending { int what, spins, tree, queries; ra_status end[4]; } ending;
 typedef struct canceller { ra_cache *c; int spins; } canceller;
 enum { END_CANCEL, END_DEADLINE, END_STEPS, END_LEAVE, ENDS };
 
@@ -1841,7 +1891,7 @@ static ra_status ending_rank(ra_world *world, int rank, void *user) {
     d.ranks = 3 + x->tree;
     d.rank = rank;
     s.cd.travel = x->tree ? RA_INFER_MERGE : RA_INFER_PASS_KV;
-    s.cd.queries = x->tree ? RA_QUERIES_ALL : RA_QUERIES_OWN;
+    s.cd.queries = x->queries;
     s.cd.lanes = 0;
     if (x->tree) d.rates.flops_per_s = d.rates.link_bytes_per_s = 1e12;
     ra_status end = ra_cache_create(&by.c, &d, ra_world_transport(world, rank), &s.cd);
@@ -1867,6 +1917,7 @@ TEST(ends_in_the_middle_of_a_call) {
         if (!h_case(i)) continue;
         x.what = i % ENDS;
         x.tree = i / ENDS % 2;
+        x.queries = x.tree || i / ENDS % 4 == 2 ? RA_QUERIES_ALL : RA_QUERIES_OWN;
         x.spins = h_below(&r, 300);
         (void)ra_world_run(3 + x.tree, ending_rank, &x, NULL);
         for (int rank = 0; rank < 3 + x.tree; rank++)
@@ -1932,8 +1983,8 @@ TEST(ends_before_others_know) {
 }
 
 static const h_test tests[] = {
-    ENTRY(ranks_and_travel), ENTRY(pages), ENTRY(prompts_by_position), ENTRY(ring_buffers),
-    ENTRY(attention_pages),
+    ENTRY(ranks_and_travel), ENTRY(pools_of_all_queries), ENTRY(pages),
+    ENTRY(prompts_by_position), ENTRY(ring_buffers), ENTRY(attention_pages),
     ENTRY(shared_prefixes), ENTRY(shared_prefixes_are_one_portion),
     ENTRY(threads_share_heads), ENTRY(long_caches), ENTRY(lanes_and_weights),
     ENTRY(chosen_lanes), ENTRY(drafts_are_exact),

@@ -2037,11 +2037,8 @@ TEST(cache) {
     cd.travel = 4;
     refused(ra_cache_create(&c, &d, NULL, &cd), &e, RA_E_ENUM, "cache.travel",
             "must be RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV or RA_INFER_MERGE; it was 4");
-    cd.travel = RA_INFER_PASS_KV;
-    d.ranks = 3;
-    refused(ra_cache_create(&c, &d, NULL, &cd), &e, RA_E_SHAPE, "cache.travel",
-            "RA_INFER_PASS_KV needs cache.queries = RA_QUERIES_OWN; with RA_QUERIES_ALL every");
     cd.travel = 0;
+    d.ranks = 3;
     cd.lanes = 2;
     refused(ra_cache_create(&c, &d, NULL, &cd), &e, RA_E_RANGE, "cache.lanes",
             "must be 0 or at least ranks, which is 3, and at most 1024; it was 2");
@@ -2051,6 +2048,11 @@ TEST(cache) {
     base_transport(&t, 0);
     refused(ra_cache_create(&c, &d, &t, &cd), &e, RA_E_TRANSPORT, "transport.caps",
             "lacks RA_CAP_ANY_PEER: ranks of a cache send to all others");
+    t.caps = RA_CAP_ANY_PEER;
+    cd.travel = RA_INFER_PASS_KV;
+    refused(ra_cache_create(&c, &d, &t, &cd), &e, RA_E_SHAPE, "cache.travel",
+            "RA_INFER_PASS_KV without shared memory needs cache.queries = RA_QUERIES_OWN; with "
+            "RA_QUERIES_ALL every rank would compute every row");
     CHECK(c == NULL);
 }
 
