@@ -2119,13 +2119,6 @@ static uint8_t *ra__carve_aligned(ra__arena *a, int64_t bytes, int64_t align) {
     return p ? p + ((0 - (uintptr_t)p) & (uintptr_t)(align - 1)) : NULL;
 }
 
-/* The part of a workspace that starts on a multiple of 64; *bytes becomes its length. */
-static uint8_t *ra__workspace_align(void *workspace, size_t *bytes) {
-    const size_t skip = (64 - (size_t)((uintptr_t)workspace % 64)) % 64;
-    *bytes = *bytes < skip ? 0 : *bytes - skip;
-    return (uint8_t *)workspace + skip;
-}
-
 RINGATTN_API const char *ra_status_text(ra_status status) {
     switch (status) {
 #define RA__TEXT(name, value, text) case name: return text;
@@ -9146,24 +9139,18 @@ static void ra__seg_positions(const ra__seg *s, const int32_t *array, int32_t *p
         pos[i] = array ? array[i] : (int32_t)(s->pos + i * s->stride);
 }
 
-/* The document in [from, to) that holds p, which is not below its first position. */
-static int64_t ra__document_of(const ra_mask *m, int64_t p, int64_t from, int64_t to) {
+/* The document that holds p, which is not before document `from`. Fast if p is not far after it:
+ * steps that double, then bisection. */
+static int64_t ra__document_after(const ra_mask *m, int64_t p, int64_t from) {
+    int64_t step = 1;
+    for (; from + step < m->doc_count && m->doc_first[from + step] <= p; step *= 2) from += step;
+    int64_t to = ra__min(from + step, m->doc_count);
     while (to - from > 1) {
-        int64_t mid = from + (to - from) / 2;
+        const int64_t mid = from + (to - from) / 2;
         if (m->doc_first[mid] <= p) from = mid;
         else to = mid;
     }
     return from;
-}
-
-/* The same for a p that is not before document `from`. Fast if p is not far after it. */
-static int64_t ra__document_after(const ra_mask *m, int64_t p, int64_t from) {
-    int64_t step = 1;
-    while (from + step < m->doc_count && m->doc_first[from + step] <= p) {
-        from += step;
-        step *= 2;
-    }
-    return ra__document_of(m, p, from, ra__min(from + step, m->doc_count));
 }
 
 /* What a query row sees: keys at [lo, hi) and at [keep_first, keep_end). */
@@ -10158,15 +10145,12 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
     const int64_t counts[4] = { d->sequences, d->q_heads, rows, ra__bias_keys(b->keys) };
     const int64_t steps[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
     int64_t inner;
-    ra_error *e = d->error;
-    ra__checks x = { e, RA_OK };
+    ra__checks x = { d->error, RA_OK };
     if (!b->data) return RA_OK;
-    if (!(d->scores & RA_SCORE_BIAS))
-        return ra__refuse(e, RA_E_SHAPE, "t.d_bias", "is set, but scores lacks RA_SCORE_#",
-                          RA_SCORE_BIAS);
-    if (b->keys < 1)
-        return ra__refuse(e, RA_E_RANGE, "t.d_bias.keys", "# is not positive", b->keys);
-    x.status = ra__check_steps(steps, counts, 4, "t.d_bias", e);
+    ra__refuse_if(&x, !(d->scores & RA_SCORE_BIAS), RA_E_SHAPE, "t.d_bias",
+                  "is set, but scores lacks RA_SCORE_#", RA_SCORE_BIAS);
+    ra__refuse_if(&x, b->keys < 1, RA_E_RANGE, "t.d_bias.keys", "# is not positive", b->keys);
+    if (!x.status) x.status = ra__check_steps(steps, counts, 4, "t.d_bias", x.e);
     if (x.status) return x.status;
     ra__refuse_if(&x, !b->batch_step && d->sequences > 1 && rows, RA_E_SHAPE, "t.d_bias.batch_step",
                   "is 0, which would add up # sequences", d->sequences);
@@ -11891,15 +11875,6 @@ static void ra__back_bias(const ra_bias_out *bias, int wanted, const ra__panel_r
     p->d_bias_keys = bias->keys;
 }
 
-/* Sets rows, heads and geometry of the panels of a batch. */
-static void ra__back_geometry(const ra__back *b, const ra__task *t, ra__back_scratch *x) {
-    const int32_t group = b->w->d->q_heads / b->w->d->kv_heads;
-    for (int32_t i = 0; i < t->count; i++) {
-        ra__back_block(b, t->sequence, (t->panel0 + i) / group, &x->at[i].seg);
-        ra__panel_set(b->w, t, i, x->at, &x->ahead, &x->panel[i].fwd);
-    }
-}
-
 /* Where the sums of dQ of panel i are. */
 RA__INLINE ra__view ra__back_dq(const ra__task *t, const ra__back *b, const ra__grads *g,
                                 const ra__back_scratch *x, int32_t i) {
@@ -12130,6 +12105,7 @@ static int64_t ra__back_blind(const ra__back *b, const ra__task *t, const ra__it
  * stripe sees nothing of the chunk, all its tiles are tallied in RA__AFTER. */
 static int ra__back_open(const ra__back *b, const ra__task *t, const ra__item *item,
                          const ra__grads *g, ra__back_scratch *x) {
+    const int32_t group = b->w->d->q_heads / b->w->d->kv_heads;
     const int edge = g->edge && g->dq.data;
     const int64_t blind = ra__back_blind(b, t, item, x), rest = t->count - x->done;
     const int64_t blocks = ra__chunk_blocks(&item->c);
@@ -12138,7 +12114,10 @@ static int ra__back_open(const ra__back *b, const ra__task *t, const ra__item *i
     x->batch.count = (int32_t)(blind && !edge ? blind : ra__min(x->panels, blind ? blind : rest));
     if (blind && (x->phase & RA__AFTER)) x->tally.tiles[RA__EMPTY] += x->batch.count * blocks;
     if (blind && !edge) return 0;
-    ra__back_geometry(b, &x->batch, x);
+    for (int32_t i = 0; i < x->batch.count; i++) {
+        ra__back_block(b, t->sequence, (x->batch.panel0 + i) / group, &x->at[i].seg);
+        ra__panel_set(b->w, &x->batch, i, x->at, &x->ahead, &x->panel[i].fwd);
+    }
     x->any_tile = !blind && ra__back_any(b, &x->batch, item, x);
     x->left -= x->batch.count * (1 + blocks);
     if (!x->any_tile && !edge) return 0;
@@ -12741,11 +12720,6 @@ static int64_t ra__decode_bytes_of(const ra_desc *d, int32_t heads, int64_t rows
     return a.used;
 }
 
-/* Enough for fours of any number of rows. */
-static int64_t ra__decode_bytes(const ra_desc *d, int32_t heads) {
-    return ra__decode_bytes_of(d, heads, RA__DECODE_ROWS);
-}
-
 /* How many rows of a four this call has memory for. */
 RA__INLINE int32_t ra__decode_rows_of(const ra__local *c) {
     return c->w.kernel->decode_unit == RA__DECODE_UNIT && c->d.tokens == 1 &&
@@ -13324,7 +13298,8 @@ static int64_t ra__local_shared(const ra_desc *d, int nth) {
 static int64_t ra__local_bytes(const ra_desc *d) {
     int64_t bytes = ra__scratch_bytes(d, ra__panels(d));
     if (ra__may_be_short(d)) bytes += ra__short_bytes(d);
-    if (ra__may_decode(d)) bytes = ra__max(bytes, ra__decode_bytes(d, ra__decode_heads(d, 1)));
+    if (ra__may_decode(d))
+        bytes = ra__max(bytes, ra__decode_bytes_of(d, ra__decode_heads(d, 1), RA__DECODE_ROWS));
     return bytes;
 }
 
@@ -13350,14 +13325,13 @@ static size_t ra__workspace_bytes(int64_t shared, int64_t need, int nth, ra_erro
 /* Points *base at the first multiple of 64 in the workspace. Refuses one that is too small. */
 static ra_status ra__check_workspace(void *workspace, size_t bytes, int64_t shared, int64_t need,
                                      int nth, ra_error *e, uint8_t **base) {
-    const size_t given = bytes;
-    *base = ra__workspace_align(workspace, &bytes);
-    if (bytes >= (size_t)shared && (int64_t)((bytes - (size_t)shared) / (size_t)nth) >= need)
-        return RA_OK;
-    bytes = ra__workspace_bytes(shared, need, nth, e);
-    if (!bytes) return RA_E_OVERFLOW;
+    const size_t before = (64 - (size_t)((uintptr_t)workspace % 64)) % 64 + (size_t)shared;
+    *base = (uint8_t *)workspace + (before - (size_t)shared);
+    if (bytes >= before && (int64_t)((bytes - before) / (size_t)nth) >= need) return RA_OK;
+    const size_t enough = ra__workspace_bytes(shared, need, nth, e);
+    if (!enough) return RA_E_OVERFLOW;
     return ra__refuse_pair(e, RA_E_WORKSPACE, "workspace", "has @ bytes, but this call needs #",
-                           (int64_t)bytes, (int64_t)given);
+                           (int64_t)enough, (int64_t)bytes);
 }
 
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth) {
@@ -13530,8 +13504,12 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     return RA_OK;
 }
 
-/* Checks a state and points c->w at it. */
-static ra_status ra__state_use(const ra_state *s, ra__local *c, ra_error *e) {
+/* Checks a call on a state, and points c->w at it. t null: see ra__local_check. */
+static ra_status ra__state_check(const ra_desc *d, const ra_tensors *t, const ra_state *s,
+                                 ra__local *c) {
+    const ra_status status = ra__local_check(d, t, c);
+    if (status) return status;
+    ra_error *e = d->error;
     if (!s) return ra__refuse(e, RA_E_NULL, "state", "is required", 0);
     if (!s->m) return ra__refuse(e, RA_E_NULL, "state.m", "is required", 0);
     if (!s->l) return ra__refuse(e, RA_E_NULL, "state.l", "is required", 0);
@@ -13548,8 +13526,7 @@ static ra_status ra__state_use(const ra_state *s, ra__local *c, ra_error *e) {
 RINGATTN_API ra_status ra_state_clear(const ra_desc *d, const ra_state *s) {
     ra__local c;
     ra__seg all = { 0, 0, 0, 1 };
-    ra_status status = ra__local_check(d, NULL, &c);
-    if (!status) status = ra__state_use(s, &c, d->error);
+    const ra_status status = ra__state_check(d, NULL, s, &c);
     if (status) return status;
     all.rows = c.d.tokens;
     for (int32_t b = 0; b < c.d.sequences; b++)
@@ -13560,10 +13537,8 @@ RINGATTN_API ra_status ra_state_clear(const ra_desc *d, const ra_state *s) {
 RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_tensors *t,
                                void *workspace, size_t bytes) {
     ra__local c;
-    ra_status status;
     if (d && !t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
-    status = ra__local_check(d, t, &c);
-    if (!status) status = ra__state_use(s, &c, d->error);
+    ra_status status = ra__state_check(d, t, s, &c);
     if (!status) status = ra__check_tables_of(&c, d->error);
     if (!status) status = ra__check_form(&c.d);
     return status ? status : ra__local_go(&c, workspace, bytes, ra__alone, 0);
@@ -13572,9 +13547,8 @@ RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_ten
 RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into,
                                       const ra_state *from) {
     ra__local c;
-    ra_status s = ra__local_check(d, NULL, &c);
-    if (!s) s = ra__state_use(from, &c, d->error);
-    if (!s) s = ra__state_use(into, &c, d->error);
+    ra_status s = ra__state_check(d, NULL, from, &c);
+    if (!s) s = ra__state_check(d, NULL, into, &c);
     if (s) return s;
     for (int64_t i = 0; i < c.d.sequences * c.w.ml_batch; i++)
         ra__state_merge(into->m + i, into->l + i, into->acc + i * c.d.v_dim, from->m[i],
@@ -13585,8 +13559,7 @@ RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into,
 RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, const ra_tensors *t) {
     ra__local c;
     ra__seg all = { 0, 0, 0, 1 };
-    ra_status status = ra__local_check(d, NULL, &c);
-    if (!status) status = ra__state_use(s, &c, d->error);
+    ra_status status = ra__state_check(d, NULL, s, &c);
     if (status) return status;
     if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     if ((c.d.scores & RA_SCORE_SINKS) && !t->sinks)
@@ -13642,6 +13615,7 @@ static void ra__back_run_piece(const ra__back_local *l, ra__back_slice *p, ra__b
     const ra_desc *d = &l->c.d;
     const int32_t group = d->q_heads / d->kv_heads;
     const int twice = l->b.square && l->c.w.order != RA_ORDER_DESCENDING;
+    const float *dq = p->want_q && l->b.d_q.data ? m->dq : NULL;
     const float *dk = p->want_k && l->d_kv[0].data ? m->dk : NULL;
     const float *dv = p->want_k && l->d_kv[1].data ? m->dv : NULL;
     const ra__view sums[2] = { ra__view_sums(dk, 0, 1, d->k_dim),
@@ -13651,10 +13625,8 @@ static void ra__back_run_piece(const ra__back_local *l, ra__back_slice *p, ra__b
     memset(&g, 0, sizeof g);
     g.edge = RA__FIRST;
     g.bias = l->c.w.t->d_bias.data && ra__slice_adds_bias(&l->c.w, p);
-    if (!(p->want_q && l->b.d_q.data) &&
-        !(p->want_k && (l->d_kv[0].data || l->d_kv[1].data)) && !g.bias)
-        return;
-    if (p->want_q && l->b.d_q.data) g.dq = ra__view_sums(m->dq, 0, group, d->k_dim);
+    if (!dq && !dk && !dv && !g.bias) return;
+    g.dq = ra__view_sums(dq, 0, group, d->k_dim);
     ra__slice_keys(&l->c.w, p, &l->c.k_side, l->c.kv, sums, 0, &item, &g);
     ra__slice_blocks(d, p, ra__side_blocks(&l->c.w.q_side, p->t.sequence));
     if (p->want_k) ra__grads_clear(d, &item.c, &g);
