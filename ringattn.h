@@ -1823,7 +1823,7 @@ typedef struct ra__kernel {
     void (*merge)(float *o, float *lse, int64_t step, const float *o2, const float *lse2,
                   int64_t rows, int32_t dim);
     /* ra__row_finish of n rows without sinks. */
-    void (*ends)(const float *m, const float *l, int32_t n, float *factor, float *lse);
+    void (*finish)(const float *m, const float *l, int32_t n, float *factor, float *lse);
 } ra__kernel;
 
 /* ========================================================================== CLOCK
@@ -2382,7 +2382,7 @@ static float ra__row_finish(float m, float l, const float *sink, float *lse) {
 
 /* The same for eight rows without sinks. Returns 0 and does nothing if a row has no key or its l is
  * not finite. */
-RA__INLINE int ra__eight_end(const float *m, const float *l, float *factor, float *lse) {
+RA__INLINE int ra__eight_finish(const float *m, const float *l, float *factor, float *lse) {
     ra__f32x8 x, top;
     ra__f64x8 sums;
     int plain = 1;
@@ -2401,10 +2401,10 @@ RA__INLINE int ra__eight_end(const float *m, const float *l, float *factor, floa
 }
 
 /* The same for n rows. */
-RA__INLINE void ra__rows_end(const float *m, const float *l, int32_t n, float *factor,
-                             float *lse) {
+RA__INLINE void ra__rows_finish(const float *m, const float *l, int32_t n, float *factor,
+                                float *lse) {
     for (int32_t i = 0, step; i < n; i += step) {
-        step = n - i >= 8 && ra__eight_end(m + i, l + i, factor + i, lse + i) ? 8 : 1;
+        step = n - i >= 8 && ra__eight_finish(m + i, l + i, factor + i, lse + i) ? 8 : 1;
         if (step == 1) factor[i] = ra__row_finish(m[i], l[i], NULL, lse + i);
     }
 }
@@ -5048,9 +5048,9 @@ RA__ISA_STATIC void RA__NAME(merge)(float *o, float *lse, int64_t step, const fl
     else ra__merge_rows(o, lse, step, o2, lse2, rows, dim, RA__MERGE_ROW);
 }
 
-RA__ISA_STATIC void RA__NAME(ends)(const float *m, const float *l, int32_t n, float *factor,
-                                   float *lse) {
-    ra__rows_end(m, l, n, factor, lse);
+RA__ISA_STATIC void RA__NAME(finish)(const float *m, const float *l, int32_t n, float *factor,
+                                     float *lse) {
+    ra__rows_finish(m, l, n, factor, lse);
 }
 
 /* Rows as [slab of columns][64][RA__SLAB] floats; columns beyond dim are 0. Returns 1 if all
@@ -5128,7 +5128,7 @@ static const ra__kernel RA__NAME(kernel) = {
     RA__NAME(decode_load), RA__NAME(decode_fold), RA__DECODE_NEAR_FOLD, RA__NAME(decode_close),
     RA__NAME(decode_store), RA__NAME(decode_merge), RA__NAME(sizes_back), RA__NAME(prepare_back),
     RA__NAME(load_back), RA__NAME(deltas), RA__NAME(fold_back), RA__NAME(put_grad),
-    RA__NAME(merge), RA__NAME(ends)};
+    RA__NAME(merge), RA__NAME(finish)};
 
 #undef RA__SLAB
 #undef RA__ISA_NOINLINE
@@ -7233,7 +7233,7 @@ static const ra__kernel ra__kernel_bf16 = {
     ra__decode_store_bf16,
     ra__decode_merge_avx512,
     ra__sizes_back_bf16, ra__prepare_back_bf16, ra__load_back_bf16, ra__deltas_bf16,
-    ra__fold_back_bf16, ra__put_grad_avx512, ra__merge_avx512, ra__ends_avx512};
+    ra__fold_back_bf16, ra__put_grad_avx512, ra__merge_avx512, ra__finish_avx512};
 
 /* ---- decoding of q8_0 keys and values by products of integers (AVX512 VNNI and VBMI)
  *
@@ -7773,7 +7773,7 @@ static const ra__kernel ra__kernel_q8 = {
     ra__decode_load_q8, ra__decode_fold_q8, NULL, ra__decode_close_avx512,
     ra__decode_store_avx512,
     ra__decode_merge_avx512,
-    NULL, NULL, NULL, NULL, NULL, NULL, ra__merge_avx512, ra__ends_avx512};
+    NULL, NULL, NULL, NULL, NULL, NULL, ra__merge_avx512, ra__finish_avx512};
 #undef RA__Q8_TARGET
 #undef RA__Q8_STATIC
 #undef RA__Q8_INLINE
@@ -8400,7 +8400,7 @@ static const ra__kernel ra__kernel_amx = {
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
     0, 0, NULL, NULL, NULL, NULL, NULL, NULL,
     ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_bf16, ra__deltas_bf16,
-    ra__fold_back_amx, ra__put_grad_avx512, ra__merge_avx512, ra__ends_avx512};
+    ra__fold_back_amx, ra__put_grad_avx512, ra__merge_avx512, ra__finish_avx512};
 
 #undef RA__AMX_TARGET
 #undef RA__AMX_STATIC
@@ -10635,7 +10635,7 @@ static ra_status ra__check_runs(const ra__run_table *t, int32_t ranks, ra_error 
     return ra__check_held(t->run, n, t->run_field, e);
 }
 
-static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
+static ra_status ra__check_layout_arrays(const ra_desc *d, ra_error *e) {
     const ra_layout *l = &d->layout;
     const ra__run_table q = { l->q_runs, l->q_run_count, d->q_offset, d->q_offset + d->tokens,
                               "layout.q_runs", "layout.q_run_count" };
@@ -10812,7 +10812,7 @@ static ra_status ra__resolve_local(const ra_desc *d, ra_desc *out) {
     ra__defaults(out);
     s = ra__check_documents(&out->mask, e);
     if (!s) s = ra__check_lengths(out, e);
-    if (!s) s = ra__check_tables(out, e);
+    if (!s) s = ra__check_layout_arrays(out, e);
     return s ? s : ra__check_engine(out, e);
 }
 
@@ -11124,10 +11124,10 @@ static void ra__panel_store(const ra__work *w, const ra__panel_rows *at, const r
     w->kernel->store_acc(p, ra__view_floats(acc), acc.token / 4, w->d->v_dim);
 }
 
-/* ra__row_finish of a row of the call: returns the factor of its sums, and writes its LSE if it is
- * requested. */
-static float ra__row_end(const ra__work *w, int32_t b, int64_t row, int64_t head, float m,
-                         float l) {
+/* ra__row_finish of a row of the call. Writes its LSE if that is requested, and returns the factor
+ * of its sums. */
+static float ra__row_write_lse(const ra__work *w, int32_t b, int64_t row, int64_t head, float m,
+                               float l) {
     const float *sink = w->d->scores & RA_SCORE_SINKS ? w->t->sinks + head : NULL;
     const ra__view out = ra__view_at(w->lse, b, row, head);
     float lse = 0.0f;
@@ -11142,9 +11142,9 @@ static void ra__panel_finish(const ra__work *w, const ra__panel_rows *at, const 
     const ra__view o = ra__panel_view(w->o, at), lse = ra__panel_view(w->lse, at);
     const int plain = lse.data && !(w->d->scores & RA_SCORE_SINKS);
     float factor[RA_BLOCK_TOKENS] = { 0 }, sums[RA_BLOCK_TOKENS];
-    if (plain) w->kernel->ends(p->m, p->l, p->rows, factor, sums);
+    if (plain) w->kernel->finish(p->m, p->l, p->rows, factor, sums);
     for (int32_t r = 0; r < p->rows && !plain; r++)
-        factor[r] = ra__row_end(w, at->sequence, at->seg.row + r, at->head, p->m[r], p->l[r]);
+        factor[r] = ra__row_write_lse(w, at->sequence, at->seg.row + r, at->head, p->m[r], p->l[r]);
     if (w->merge_room) {
         w->kernel->store_o(p, w->merge_room, size, RA_F32, w->d->v_dim, factor);
         w->kernel->merge((float *)ra__view_out(o), (float *)ra__view_out(lse), lse.token / 4,
@@ -11500,12 +11500,12 @@ RA__INLINE void ra__store_element(uint8_t *row, int32_t i, int32_t dtype, float 
 }
 
 /* Writes final rows from their state in memory, for engines and ra_state_finish. */
-static void ra__rows_finish(const ra__work *w, int32_t b, const ra__seg *s, int32_t head) {
+static void ra__rows_write(const ra__work *w, int32_t b, const ra__seg *s, int32_t head) {
     for (int64_t r = s->row; r < s->row + s->rows; r++) {
         const int64_t at = ra__ml_at(w, b, r, head);
         const float *from = ra__view_floats(ra__view_at(w->acc, b, r, head));
         uint8_t *to = (uint8_t *)ra__view_out(ra__view_at(w->o, b, r, head));
-        const float factor = ra__row_end(w, b, r, head, w->m[at], w->l[at]);
+        const float factor = ra__row_write_lse(w, b, r, head, w->m[at], w->l[at]);
         for (int32_t i = 0; i < w->d->v_dim; i++)
             ra__store_element(to, i, w->d->o_dtype, from[i] * factor);
     }
@@ -11614,7 +11614,7 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
     for (int32_t i = 0; item && code == 0 && i < item->c.segs; i++)
         code = ra__engine_call(w, item, rows, i, x);
     if (edge & RA__LAST)
-        for (int32_t h = 0; code == 0 && h < w->d->q_heads; h++) ra__rows_finish(w, b, rows, h);
+        for (int32_t h = 0; code == 0 && h < w->d->q_heads; h++) ra__rows_write(w, b, rows, h);
     return code;
 }
 
@@ -12401,7 +12401,7 @@ static void ra__short_save(const ra__local *c, const ra__task *t, const ra__scra
     float factor[RA_BLOCK_TOKENS] = { 0 };
     for (int32_t r = 0; r < p->rows; r++) {
         int64_t row = (first + r) / group, head = t->kv_head * group + (first + r) % group;
-        factor[r] = ra__row_end(&c->w, t->sequence, row, head, p->m[r], p->l[r]);
+        factor[r] = ra__row_write_lse(&c->w, t->sequence, row, head, p->m[r], p->l[r]);
     }
     c->w.kernel->store_o(p, gather, size, d->o_dtype, d->v_dim, factor);
     for (int64_t r = 0; r < p->rows; r++) {
@@ -13357,7 +13357,7 @@ RA__NOINLINE void ra__decode_on_stack(const ra__local *c, int64_t bytes) {
 }
 
 /* Checks the page tables of all sequences. */
-static ra_status ra__check_tables_of(const ra__local *c, ra_error *e) {
+static ra_status ra__check_page_tables(const ra__local *c, ra_error *e) {
     ra_status s = RA_OK;
     for (int32_t b = 0; c->d.page_tokens && b < c->d.sequences && !s; b++) {
         const int64_t row[2] = { 0, ra__k_len(&c->d, b) };
@@ -13367,8 +13367,8 @@ static ra_status ra__check_tables_of(const ra__local *c, ra_error *e) {
 }
 
 /* Runs a checked call in the workspace, or on the stack if there is none. */
-static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes, ra__thread who,
-                              int decode) {
+static ra_status ra__local_call(const ra__local *c, void *workspace, size_t bytes, ra__thread who,
+                                int decode) {
     ra_error *e = c->d.error;
     int64_t need, shared;
     uint8_t *base = NULL;
@@ -13413,7 +13413,7 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     s = ra__local_check(d, t, &c);
     if (!s) s = ra__check_outputs(&c.d, t, c.rows, &c.w, c.extent, d->error);
-    if (!s) s = ra__check_tables_of(&c, d->error);
+    if (!s) s = ra__check_page_tables(&c, d->error);
     if (s) return s;
     c.w.clear = c.w.finish = 1;
     const ra__thread who = { ith, nth };
@@ -13421,7 +13421,7 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     c.is_short = !decode && ra__is_short(&c.d) &&
         (workspace || ra__scratch_bytes(&c.d, 1) + ra__short_bytes(&c.d) <= RA__STACK_BYTES);
     if (decode) c.w.kernel = ra__kernel_decode(&c.d);
-    return ra__local_go(&c, workspace, bytes, who, decode);
+    return ra__local_call(&c, workspace, bytes, who, decode);
 }
 
 /* For CACHE: a call of one thread, with a workspace that is large enough and a kernel of the
@@ -13539,9 +13539,9 @@ RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_ten
     ra__local c;
     if (d && !t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     ra_status status = ra__state_check(d, t, s, &c);
-    if (!status) status = ra__check_tables_of(&c, d->error);
+    if (!status) status = ra__check_page_tables(&c, d->error);
     if (!status) status = ra__check_form(&c.d);
-    return status ? status : ra__local_go(&c, workspace, bytes, ra__alone, 0);
+    return status ? status : ra__local_call(&c, workspace, bytes, ra__alone, 0);
 }
 
 RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into,
@@ -13570,7 +13570,7 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
     if (status) return status;
     for (int32_t b = 0; b < c.d.sequences; b++) {
         all.rows = ra__q_len(&c.d, b);
-        for (int32_t h = 0; h < c.d.q_heads; h++) ra__rows_finish(&c.w, b, &all, h);
+        for (int32_t h = 0; h < c.d.q_heads; h++) ra__rows_write(&c.w, b, &all, h);
     }
     return RA_OK;
 }

@@ -309,12 +309,12 @@ void hook_merge(int32_t isa, float *o, float *lse, const float *o2, const float 
     free(spread);
 }
 
-int64_t hook_ends(int32_t isa, const float *m, const float *l, int32_t n) {
+int64_t hook_finish(int32_t isa, const float *m, const float *l, int32_t n) {
     ra_desc d = ra_desc_make(1, 1, 64, RA_BF16, RA_MASK_NONE);
     float factor[64], lse[64], one;
     int64_t differ = 0;
     d.isa = isa;
-    ra__kernel_of(&d)->ends(m, l, n, factor, lse);
+    ra__kernel_of(&d)->finish(m, l, n, factor, lse);
     for (int32_t i = 0; i < n; i++) {
         const float due = ra__row_finish(m[i], l[i], NULL, &one);
         differ += memcmp(&due, &factor[i], sizeof due) || memcmp(&one, &lse[i], sizeof one);

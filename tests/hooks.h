@@ -115,6 +115,6 @@ void hook_merge(int32_t isa, float *o, float *lse, const float *o2, const float 
                 int32_t dim);
 
 /* Rows out of n <= 64 whose factor or LSE at the end of a panel differs from ra__row_finish. */
-int64_t hook_ends(int32_t isa, const float *m, const float *l, int32_t n);
+int64_t hook_finish(int32_t isa, const float *m, const float *l, int32_t n);
 
 #endif

@@ -483,7 +483,7 @@ TEST(ends_of_every_isa) {
             if (h_one_in(&r, 40)) l[j] = h_one_in(&r, 2) ? INFINITY : NAN;
         }
         for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++)
-            if (ra_isa_available(isa)) CHECK(hook_ends(isa, m, l, rows) == 0);
+            if (ra_isa_available(isa)) CHECK(hook_finish(isa, m, l, rows) == 0);
     }
 }
 
