@@ -10075,8 +10075,8 @@ static ra_status ra__check_position_runs(const ra_desc *d, const ra_positions *p
         sum += p->runs[i].count;
     }
     if (sum == rows) return RA_OK;
-    return ra__refuse_part(e, RA_E_POSITIONS, field, ".runs", "hold # rows, not @, one per token",
-                           sum, rows);
+    return ra__refuse_part(e, RA_E_POSITIONS, field, ".runs",
+                           "have # rows together, but there are @ tokens", sum, rows);
 }
 
 static int ra__positions_set(const ra_positions *p) {
@@ -10161,7 +10161,7 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
     ra__refuse_if(&x, (uintptr_t)b->data % 4 != 0, RA_E_ALIGN, "t.d_bias",
                   "data must be aligned to # bytes", 4);
     ra__refuse_if(&x, b->data == t->bias.data || b->data == t->d_sinks, RA_E_SHAPE, "t.d_bias",
-                  "is the memory of another tensor; it has # rows", rows);
+                  "begins where t.bias or t.d_sinks begins", 0);
     ra__refuse_if(&x, ra__step_too_short(steps, counts, 4, 4, &inner) >= 0, RA_E_STRIDE, "t.d_bias",
                   "has steps that make elements of its # rows overlap", rows);
     return x.status;
@@ -10317,7 +10317,7 @@ static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
     ra__refuse_if(&x, !(d->dropout >= 0.0f && d->dropout < 1.0f), RA_E_RANGE, "dropout",
                   "must be at least 0 and less than 1", 0);
     ra__refuse_if(&x, !ra__rates_unknown(&d->rates) && !ra__rates_valid(&d->rates), RA_E_RANGE,
-                  "rates", "must be finite and above 0 (the latency: not below), or all 0", 0);
+                  "rates", "must be finite and above 0 (the latency may be 0), or all 0", 0);
     return x.status;
 }
 
@@ -10667,7 +10667,7 @@ static ra_status ra__check_layout_arrays(const ra_desc *d, ra_error *e) {
         for (int32_t i = 0; i < l->q_run_count[r]; i++, at++)
             if (ra__run_last(&l->q_runs[at]) >= ra__k_most(d))
                 return ra__refuse(e, RA_E_POSITIONS, "kv_tokens",
-                                  "does not reach entry # of q_runs, which are k_runs too", at);
+                                  "does not reach entry # of q_runs, which serve as k_runs", at);
     return s;
 }
 
@@ -12259,7 +12259,7 @@ static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int key
     if (!ra__positions_set(p)) return keys ? RA_OK : ra__check_intervals(d, d->error);
     if (d->tokens_of || d->kv_tokens_of)
         return ra__refuse(d->error, RA_E_SHAPE, field,
-                          "needs tokens_of and kv_tokens_of null: all sequences have its rows", 0);
+                          "must be {0} if tokens_of or kv_tokens_of is set: it has one length", 0);
     if (p->array) {
         side->layout = RA_LAYOUT_ARRAY;
         side->array = p->array;
