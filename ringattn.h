@@ -10900,13 +10900,13 @@ RA__INLINE int64_t ra__tally_seen(const ra__tally *t) {
     return t->tiles[RA__PARTIAL] + t->tiles[RA__FULL];
 }
 
-/* Panels [panel0, panel0 + count) of kv head `kv_head` of a sequence. Panel i is query block
+/* `count` panels of kv head `kv_head` of a sequence, from first_panel on. Panel i is query block
  * i / (Hq / Hkv) of head i % (Hq / Hkv) of the group. On one rank a task may have these panels of
- * several kv heads: `heads` of them, from kv_head on. first: where those of kv_head begin in the
- * scratch. */
+ * several kv heads: `heads` of them, from kv_head on. first: where the panels of kv_head begin in
+ * the scratch. */
 typedef struct ra__task {
     int32_t sequence, kv_head, count;
-    int64_t panel0;
+    int64_t first_panel;
     int32_t heads, first;
 } ra__task;
 
@@ -11178,7 +11178,7 @@ static void ra__panel_scores(const ra__work *w, int32_t sequence, const ra__seg 
 static void ra__panel_set(const ra__work *w, const ra__task *t, int32_t i, ra__panel_rows *at,
                           ra__prefetch_list *prefetch, ra__panel *p) {
     const int32_t group = w->d->q_heads / w->d->kv_heads;
-    const int32_t member = (int32_t)((t->panel0 + i) % group);
+    const int32_t member = (int32_t)((t->first_panel + i) % group);
     at += i;
     at->sequence = t->sequence;
     at->head = t->kv_head * group + member;
@@ -11197,7 +11197,7 @@ static void ra__panel_set(const ra__work *w, const ra__task *t, int32_t i, ra__p
 static void ra__task_rows(const ra__work *w, const ra__task *t, ra__scratch *x) {
     const int32_t group = w->d->q_heads / w->d->kv_heads;
     for (int32_t i = 0; i < t->count; i++) {
-        (void)ra__side_block(&w->q_side, t->sequence, (t->panel0 + i) / group, &x->at[i].seg);
+        (void)ra__side_block(&w->q_side, t->sequence, (t->first_panel + i) / group, &x->at[i].seg);
         ra__panel_set(w, t, i, x->at, &x->ahead, &x->panel[i]);
     }
 }
@@ -11325,7 +11325,7 @@ static int ra__task_hide(const ra__task *t, const ra__scratch *x, const ra__keys
 static void ra__next_ahead(const ra__work *w, ra__scratch *x) {
     const ra_desc *d = w->d;
     const int32_t group = d->q_heads / d->kv_heads;
-    const int64_t panel = x->next.panel0 + x->prefetched;
+    const int64_t panel = x->next.first_panel + x->prefetched;
     ra__seg s;
     if (x->prefetched == x->next.count) return;
     x->prefetched++;
@@ -11719,7 +11719,7 @@ static void ra__slice_blocks(const ra_desc *d, ra__back_slice *s, int64_t blocks
     const int32_t group = d->q_heads / d->kv_heads;
     const int64_t from = s->want_k ? 0 : ra__part(blocks, s->parts, s->part);
     const int64_t to = s->want_k ? blocks : ra__part(blocks, s->parts, s->part + 1);
-    s->t.panel0 = from * group;
+    s->t.first_panel = from * group;
     s->t.count = (int32_t)((to - from) * group);
 }
 
@@ -11975,7 +11975,7 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
     const ra_desc *d = b->w->d;
     const int32_t group = d->q_heads / d->kv_heads;
     const int64_t left = ra__chunk_blocks(&item->c) - i;
-    const int64_t panel = t->panel0 + t->count + x->prefetched;
+    const int64_t panel = t->first_panel + t->count + x->prefetched;
     const int64_t k_bytes = ra__row_bytes(d->k_dtype, d->k_dim);
     const int64_t v_bytes = d->v_in_k ? 0 : ra__row_bytes(d->v_dtype, d->v_dim);
     int64_t rows = 0;
@@ -12093,12 +12093,12 @@ static int ra__chunk_seen(const ra__chunk *c, const ra__bounds *b) {
 static int64_t ra__back_blind(const ra__back *b, const ra__task *t, const ra__item *item,
                               ra__back_scratch *x) {
     const int64_t stripe = b->stripe_blocks * (b->w->d->q_heads / b->w->d->kv_heads);
-    int64_t at = t->panel0 + x->done, end = t->panel0 + t->count;
+    int64_t at = t->first_panel + x->done, end = t->first_panel + t->count;
     if (!b->stripe) return 0;
     const ra__bounds *seen = b->stripe + t->sequence * b->stripes;
     for (; at < end && !ra__chunk_seen(&item->c, &seen[at / stripe]); at += stripe - at % stripe)
         x->left--;
-    return ra__min(at, end) - t->panel0 - x->done;
+    return ra__min(at, end) - t->first_panel - x->done;
 }
 
 /* Chooses and loads the next batch of panels; 0: it has nothing to compute, load or store. If a
@@ -12110,12 +12110,12 @@ static int ra__back_open(const ra__back *b, const ra__task *t, const ra__item *i
     const int64_t blind = ra__back_blind(b, t, item, x), rest = t->count - x->done;
     const int64_t blocks = ra__chunk_blocks(&item->c);
     x->batch = *t;
-    x->batch.panel0 = t->panel0 + x->done;
+    x->batch.first_panel = t->first_panel + x->done;
     x->batch.count = (int32_t)(blind && !edge ? blind : ra__min(x->panels, blind ? blind : rest));
     if (blind && (x->phase & RA__AFTER)) x->tally.tiles[RA__EMPTY] += x->batch.count * blocks;
     if (blind && !edge) return 0;
     for (int32_t i = 0; i < x->batch.count; i++) {
-        ra__back_block(b, t->sequence, (x->batch.panel0 + i) / group, &x->at[i].seg);
+        ra__back_block(b, t->sequence, (x->batch.first_panel + i) / group, &x->at[i].seg);
         ra__panel_set(b->w, &x->batch, i, x->at, &x->ahead, &x->panel[i].fwd);
     }
     x->any_tile = !blind && ra__back_any(b, &x->batch, item, x);
@@ -12367,7 +12367,7 @@ static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x
                            uint8_t *gather) {
     const ra_desc *d = &c->d;
     const int32_t group = d->q_heads / d->kv_heads;
-    const int64_t first = (t->panel0 + i) * RA_BLOCK_TOKENS;
+    const int64_t first = (t->first_panel + i) * RA_BLOCK_TOKENS;
     const int64_t size = ra__row_bytes(d->q_dtype, d->k_dim);
     int32_t pos[RA_BLOCK_TOKENS];
     const int32_t at = t->first + i;
@@ -12395,7 +12395,7 @@ static void ra__short_save(const ra__local *c, const ra__task *t, const ra__scra
                            uint8_t *gather) {
     const ra_desc *d = &c->d;
     const int32_t group = d->q_heads / d->kv_heads;
-    const int64_t first = (t->panel0 + i) * RA_BLOCK_TOKENS;
+    const int64_t first = (t->first_panel + i) * RA_BLOCK_TOKENS;
     const int64_t size = ra__row_bytes(d->o_dtype, d->v_dim);
     const ra__panel *p = &x->panel[t->first + i];
     float factor[RA_BLOCK_TOKENS] = { 0 };
@@ -19178,7 +19178,7 @@ static int ra__back_queries(const ra_ring *r, ra__desk *desk) {
     for (; h->at < t->count / group; h->at++) {
         if (h->x.left <= 0) return 0;
         ra__ring_hand_over_q(r, ra__entry_chunk(r, desk->claim.fold), t->kv_head,
-                             t->panel0 / group + h->at, h->p.sums);
+                             t->first_panel / group + h->at, h->p.sums);
         h->x.left -= RA__TILE_WORK * group;
         if (desk->polls) ra__ring_round_if_due(desk->ring);
     }
