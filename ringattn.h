@@ -8947,7 +8947,6 @@ RA__INLINE int64_t ra__run_step(const ra_run *run) {
     return run->stride && run->count > 1 ? run->stride : 1;
 }
 
-/* Position of the last row of a run. */
 RA__INLINE int64_t ra__run_last(const ra_run *run) {
     return run->first + (run->count - 1) * ra__run_step(run);
 }
@@ -9207,7 +9206,6 @@ typedef struct ra__bounds {
     int32_t lo_max, hi_min, doc_max, keep_min;
 } ra__bounds;
 
-/* Bounds of no rows. */
 static ra__bounds ra__bounds_none(void) {
     const ra__bounds b = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN,
                            INT32_MIN, INT32_MAX, INT32_MIN, INT32_MAX };
@@ -9498,7 +9496,6 @@ static void ra__chunk_positions(const ra__chunk *c, int32_t i, const int32_t *ar
     }
 }
 
-/* Number of blocks of a chunk. */
 RA__INLINE int64_t ra__chunk_blocks(const ra__chunk *c) {
     RINGATTN_ASSERT(c->segs >= 0 && c->segs <= 2);
     return c->segs > 1 ? ra__seg_blocks(c, 0) + ra__seg_blocks(c, 1) : ra__seg_blocks(c, 0);
@@ -11830,7 +11827,6 @@ static void ra__back_block(const ra__back *x, int32_t b, int64_t i, ra__seg *out
     *out = ra__chunk_block(&c, RA_ORDER_ASCENDING, i, &which);
 }
 
-/* Rows of a head. */
 static ra__source ra__source_of(ra__view v, int32_t dtype, int32_t dim) {
     const ra__source s = { v.data, v.token, dtype, dim };
     return s;
@@ -12341,7 +12337,6 @@ static int64_t ra__short_bytes(const ra_desc *d) {
                                      ra__row_bytes(d->o_dtype, d->v_dim));
 }
 
-/* Position of a query row of this rank. */
 static int64_t ra__query_position(const ra__local *c, int32_t b, int64_t row) {
     const int32_t *array = ra__side_array(&c->w.q_side, b);
     ra__seg s;
@@ -12383,8 +12378,7 @@ static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x
     x->at[at].bounds = ra__rows_fill(&d->mask, ra__key_end(d, t->sequence, c->w.any_position), &s,
                                      pos, geo);
     p->geo = geo;
-    ra__panel_scores(&c->w, t->sequence, &s, 0, &x->ahead, p);
-    p->score = ra__score_of(&c->w, t->sequence, 0, t->kv_head * group);
+    ra__panel_scores(&c->w, t->sequence, &s, t->kv_head * group, &x->ahead, p);
     if (p->score.bias) ra__short_bias(&c->w.t->bias, group, first, p, geo);
     if (!c->w.queries_kept) c->w.kernel->load_q(p, gather, size, d->q_dtype, d->k_dim);
     ra__panel_clear(&c->w, p);
@@ -12419,7 +12413,7 @@ static int ra__local_beside(const ra__local *c) {
 }
 
 /* How many panels one kv head of sequence b has. */
-static int64_t ra__local_blocks(const ra__local *c, int32_t b) {
+static int64_t ra__head_panels(const ra__local *c, int32_t b) {
     int64_t group = c->d.q_heads / c->d.kv_heads;
     if (c->is_short) return ra__ceil_div(ra__q_len(&c->d, b) * group, RA_BLOCK_TOKENS);
     return ra__side_blocks(&c->w.q_side, b) * group;
@@ -12486,7 +12480,7 @@ static int32_t ra__even_heads(const ra_desc *d, int64_t most, int nth) {
 static int32_t ra__local_heads(const ra__local *c, int32_t panels, int32_t batch, int nth) {
     int64_t all = 1;
     if (!c->is_short || batch > 1 || !ra__local_beside(c)) return 1;
-    for (int32_t b = 0; b < c->d.sequences; b++) all = ra__max(all, ra__local_blocks(c, b));
+    for (int32_t b = 0; b < c->d.sequences; b++) all = ra__max(all, ra__head_panels(c, b));
     return ra__even_heads(&c->d, ra__min(c->d.kv_heads, panels / all), nth);
 }
 
@@ -12495,7 +12489,7 @@ static int32_t ra__local_panels(const ra__local *c, int32_t panels, int nth) {
     for (; nth > 1 && panels > 1; panels /= 2) {
         int64_t tasks = 0;
         for (int32_t b = 0; b < c->d.sequences; b++)
-            tasks += c->d.kv_heads * ra__ceil_div(ra__local_blocks(c, b), panels);
+            tasks += c->d.kv_heads * ra__ceil_div(ra__head_panels(c, b), panels);
         if (tasks >= 8 * (int64_t)nth) break;
     }
     return panels;
@@ -12512,7 +12506,7 @@ static int ra__deals_to(ra__thread who, int64_t index, int turns) {
 static ra__task ra__local_next(const ra__local *c, ra__local_walk *w) {
     const ra__task none = { 0, 0, 0, 0, 0, 0 };
     for (; w->sequence < c->d.sequences; w->sequence++, w->index = 0) {
-        const int64_t all = ra__local_blocks(c, w->sequence);
+        const int64_t all = ra__head_panels(c, w->sequence);
         const int64_t heads = ra__ceil_div(c->d.kv_heads, w->heads);
         while (w->index < heads * ra__ceil_div(all, w->panels)) {
             const int64_t i = w->index++;
@@ -12721,7 +12715,7 @@ static int64_t ra__decode_bytes_of(const ra_desc *d, int32_t heads, int64_t rows
 }
 
 /* How many rows of a four this call has memory for. */
-RA__INLINE int32_t ra__decode_rows_of(const ra__local *c) {
+RA__INLINE int32_t ra__four_rows(const ra__local *c) {
     return c->w.kernel->decode_unit == RA__DECODE_UNIT && c->d.tokens == 1 &&
                    c->d.q_heads == c->d.kv_heads ? 1 : RA__DECODE_ROWS;
 }
@@ -12962,7 +12956,7 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
 }
 
 /* Points t at its n rows of K and V of a head: in their page, or copied out of several pages. */
-RA__NOINLINE void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int64_t row,
+RA__NOINLINE void ra__stretch_rows(const ra_desc *d, const ra__view kv[2], int64_t row,
                                      int32_t head, const ra__decode *x, ra__decode_keys *t) {
     const int64_t bytes[2] = { ra__row_bytes(d->k_dtype, d->k_dim),
                                ra__row_bytes(d->v_dtype, d->v_dim) };
@@ -13001,7 +12995,7 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
         for (int32_t g = 0; g < x->step; g++) {
             if (!t[g].seen) continue;
             if (x->paged.table) {
-                ra__decode_rows_at(&c->d, kv, row + from, h, x, &t[g]);
+                ra__stretch_rows(&c->d, kv, row + from, h, x, &t[g]);
             } else {
                 t[g].k = ra__view_at(kv[0], 0, row + from, h).data;
                 t[g].v = ra__view_at(kv[1], 0, row + from, h).data;
@@ -13015,7 +13009,7 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
 }
 
 /* How many keys a stretch of the block has. Sets x->now. */
-static int32_t ra__decode_keys_of(ra__decode *x, const ra__seg *s) {
+static int32_t ra__stretch_keys(ra__decode *x, const ra__seg *s) {
     const uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows);
     const int cut = x->paged.table && !ra__page_holds(&x->paged, s->row, s->rows);
     const int32_t modified = x->modifies && ra__decode_modifies(x->few, x->count * x->step);
@@ -13049,7 +13043,7 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     if (!ra__decode_sees(x, s, pos)) return;
     if ((c->d.scores & RA_SCORE_BIAS) && !ra__decode_hide(c, x, (int32_t)s->rows)) return;
     if (c->d.scores & RA_SCORE_BIAS) ra__decode_bias(c, x, (int32_t)s->rows);
-    x->keys = ra__decode_keys_of(x, s);
+    x->keys = ra__stretch_keys(x, s);
     if (x->keys != RA_BLOCK_TOKENS) ra__decode_indirect(c, x);
     for (int32_t j = 0; j < s->rows; j += x->keys)
         for (int32_t g = 0; g < x->step; g++) {
@@ -13257,7 +13251,7 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     ra__decode x;
     int64_t n = INT64_MAX, from = 0, to = n;
     a.base = memory;
-    ra__decode_carve(&a, &c->d, heads, ra__decode_rows_of(c), &x);
+    ra__decode_carve(&a, &c->d, heads, ra__four_rows(c), &x);
     if (!ra__local_beside(c)) x.heads = 1;
     x.modifies = c->d.softcap != 0.0f || (c->d.scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS)) != 0;
     x.factor = ra__q_factor(&c->d);
@@ -13378,7 +13372,7 @@ static ra_status ra__local_call(const ra__local *c, void *workspace, size_t byte
         if (who.nth > 1)
             return ra__refuse(e, RA_E_NULL, "workspace",
                               "is null, but # threads need one: see ra_attention_bytes", who.nth);
-        need = decode ? ra__decode_bytes_of(&c->d, 1, ra__decode_rows_of(c))
+        need = decode ? ra__decode_bytes_of(&c->d, 1, ra__four_rows(c))
                       : ra__scratch_bytes(&c->d, 1);
         if (need > RA__STACK_BYTES)
             return ra__refuse(e, RA_E_WORKSPACE, "k_dim",
@@ -13498,7 +13492,7 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     c.kv[1] = ra__view_packed(v, n_kv_heads, head_dim, RA_F32);
     c.w.acc = c.w.o;
     const int decode = ra__decodes(&c.d);
-    const int64_t bytes = decode ? ra__decode_bytes_of(&c.d, 1, ra__decode_rows_of(&c)) : 0;
+    const int64_t bytes = decode ? ra__decode_bytes_of(&c.d, 1, ra__four_rows(&c)) : 0;
     if (decode && bytes <= RA__STACK_DECODE) ra__decode_on_stack(&c, bytes);
     else ra__local_on_stack(&c, decode);
     return RA_OK;
@@ -13998,7 +13992,6 @@ RA__INLINE int32_t ra__ranks_along(const ra_plan *p, int32_t direction, int32_t 
     return direction > 0 ? ra__ranks_up(p, from, to) : ra__ranks_up(p, to, from);
 }
 
-/* What travels backward. */
 RA__INLINE const ra__travel *ra__back_travel(const ra_plan *p) {
     return p->d.backward_travel == RA_TRAVEL_Q ? &p->queries : &p->keys;
 }
@@ -15576,7 +15569,6 @@ static void ra__ring_carve_links(ra__arena *a, const ra_plan *p, const ra__count
     r->pack_buf = ra__carve_aligned(a, in->bytes * r->pack_slots, align);
 }
 
-/* Stripes of each sequence. */
 RA__INLINE int64_t ra__ring_stripes(const ra_desc *d) {
     return ra__max(1, RA__STRIPES / d->sequences);
 }
@@ -23087,7 +23079,7 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
         if (y->x.merges) y->a.c.w.merge_room = y->partial[0];
         if (lane < 0) y->a.c.w.gather = &y->gather;
         y->a.c.w.queries_kept = y->x.kept;
-        y->x.kept = ra__local_blocks(&y->a.c, 0) <= y->a.walk.panels;
+        y->x.kept = ra__head_panels(&y->a.c, 0) <= y->a.walk.panels;
         y->x.lane_begun = 1;
     }
     y->a.walk.x.left = work;
