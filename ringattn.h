@@ -12610,8 +12610,8 @@ typedef struct ra__decode {
     int32_t sequence, head, count;     /* kv heads [head, head + count) */
     int64_t first_row;                 /* token row with which the handful begins: row 0 below */
     int64_t handful;                   /* most tokens of a handful */
-    int32_t part, parts;               /* of the blocks [first, last) that some row sees */
-    int64_t first, last, blocks;       /* blocks: how many all keys have */
+    int32_t part, parts;               /* of blocks [first, last), of which rows see some */
+    int64_t first, last;
     int32_t head_rows, rows, step;     /* head rows, tokens and fours per kv head of the handful */
     int32_t fours;                     /* most fours of a kv head */
     int32_t keys, most;                /* keys of a stretch; of one that all rows see */
@@ -13067,6 +13067,7 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
  * that they see. */
 static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     const int64_t tokens = ra__k_len(&c->d, x->sequence), limit = ra__decode_limit(&c->d);
+    const int64_t blocks = ra__side_blocks(&c->k_side, x->sequence);
     int64_t first, last;
     ra__seg s;
     x->rows = (int32_t)ra__min(ra__q_len(&c->d, x->sequence) - x->first_row, x->handful);
@@ -13082,11 +13083,10 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
         }
     x->lean = x->head_rows == 1 && RA__DECODE_CACHED >= tokens * c->d.kv_heads *
               (ra__row_bytes(c->d.k_dtype, c->d.k_dim) + ra__row_bytes(c->d.v_dtype, c->d.v_dim));
-    x->blocks = ra__side_blocks(&c->k_side, x->sequence);
-    x->first = limit > 1 ? x->blocks : 0;
-    x->last = limit > 1 ? 0 : x->blocks;
+    x->first = limit > 1 ? blocks : 0;
+    x->last = limit > 1 ? 0 : blocks;
     x->parts = 1;
-    for (int64_t i = 0; limit > 1 && i < x->blocks; i++) {
+    for (int64_t i = 0; limit > 1 && i < blocks; i++) {
         int seen = c->k_side.array != NULL;
         (void)ra__side_block(&c->k_side, x->sequence, i, &s);
         ra__seg_span(&s, NULL, &first, &last);
