@@ -9829,7 +9829,7 @@ RA__INLINE ra__extent ra__extent_of(const ra__tensor *x, const ra__view *v) {
 
 /* Writes the view of tensor `which` of a call and, if r is not null, its extent to r[which]. */
 RA__INLINE ra_status ra__check_tensor(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                  int which, ra__view *out, ra__extent *r, ra_error *e) {
+                                      int which, ra__view *out, ra__extent *r, ra_error *e) {
     ra__tensor x;
     ra__tensor_of(d, t, rows, which, &x);
     const ra_status s = ra__view_check(&x, out, e);
@@ -10204,7 +10204,7 @@ enum { RA__MOST_RANKS = 4096 };
 
 /* Refuses a number that is not in low..high, low 0 or 1. If low is 1, 0 means "not set". */
 RA__COLD ra_status ra__refuse_number(ra_error *e, const char *field, int64_t value, int low,
-                                         int64_t high) {
+                                     int64_t high) {
     if (low && !value)
         return ra__refuse_pair(e, RA_E_UNSET, field, "must be set, to a value in 1..@; it was #",
                                0, high);
@@ -12957,7 +12957,7 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
 
 /* Points t at its n rows of K and V of a head: in their page, or copied out of several pages. */
 RA__NOINLINE void ra__stretch_rows(const ra_desc *d, const ra__view kv[2], int64_t row,
-                                     int32_t head, const ra__decode *x, ra__decode_keys *t) {
+                                   int32_t head, const ra__decode *x, ra__decode_keys *t) {
     const int64_t bytes[2] = { ra__row_bytes(d->k_dtype, d->k_dim),
                                ra__row_bytes(d->v_dtype, d->v_dim) };
     const ra__view k = ra__view_at(kv[0], 0, 0, head), v = ra__view_at(kv[1], 0, 0, head);
@@ -13199,7 +13199,7 @@ static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
 
 /* Goes through the tasks of a handful: see ra__decode_tasks. index: blocks of the tasks before. */
 static int64_t ra__decode_handful(const ra__local *c, ra__decode *x, float *slots, int64_t from,
-                                int64_t to, int64_t index) {
+                                  int64_t to, int64_t index) {
     ra__decode_begin(c, x);
     for (x->head = 0; x->head < c->d.kv_heads; x->head += x->heads) {
         const int64_t first = index;
