@@ -11643,8 +11643,7 @@ enum { RA__BACK_PANELS = 8,            /* most panels that share a block of keys
 
 /* What all tasks of a call share. */
 typedef struct ra__back {
-    const ra__work *w;                 /* of forward: descriptor, tensors, order; views q, o, lse */
-    const ra__kernel *kernel;
+    const ra__work *w;                 /* as in forward: descriptor, kernel, q, o, lse, order */
     ra__view d_o, d_q;                 /* the caller's */
     const float *delta;                /* [B][rows][Hq], strides of m and l in w; null: computed
                                         * from O and dO when a panel is loaded */
@@ -11847,7 +11846,7 @@ static void ra__back_stats(const ra__back *b, const ra__panel_rows *x, const ra_
     const ra__view lse = ra__panel_view(w->lse, x);
     ra__source o = ra__source_of(ra__panel_view(w->o, x), w->d->o_dtype, w->d->v_dim);
     ra__source g = ra__source_of(ra__panel_view(b->d_o, x), w->d->o_dtype, w->d->v_dim);
-    if (!b->delta) b->kernel->deltas(p->l, &o, &g, p->rows);
+    if (!b->delta) b->w->kernel->deltas(p->l, &o, &g, p->rows);
     for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
         float sum = ra__neg_inf();
         if (r < p->rows) memcpy(&sum, lse.data + r * lse.token, sizeof sum);
@@ -11888,14 +11887,14 @@ static void ra__back_load(const ra__back *b, const ra__task *t, const ra__grads 
         ra__source q = ra__source_of(ra__panel_view(b->w->q, at), d->q_dtype, d->k_dim);
         ra__source d_o = ra__source_of(ra__panel_view(b->d_o, at), d->o_dtype, d->v_dim);
         if (used) {
-            b->kernel->load_back(p, &q, &d_o);
+            b->w->kernel->load_back(p, &q, &d_o);
             ra__back_stats(b, at, &p->fwd);
             ra__back_bias(&b->w->t->d_bias, g->bias, at, p);
         }
         if (!g->dq.data) continue;
         ra__view dq = ra__back_dq(t, b, g, x, i);
         if (g->edge & RA__FIRST) dq.data = NULL;
-        b->kernel->load_acc(&p->fwd, ra__view_floats(dq), dq.token / 4, d->k_dim);
+        b->w->kernel->load_acc(&p->fwd, ra__view_floats(dq), dq.token / 4, d->k_dim);
     }
 }
 
@@ -11907,13 +11906,13 @@ static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads 
         const ra__panel *p = &x->panel[i].fwd;
         ra__view dq = ra__back_dq(t, b, g, x, i);
         if (!(g->edge & RA__LAST)) {
-            b->kernel->store_acc(p, ra__view_floats(dq), dq.token / 4, d->k_dim);
+            b->w->kernel->store_acc(p, ra__view_floats(dq), dq.token / 4, d->k_dim);
             continue;
         }
-        b->kernel->store_acc(p, p->q, d->k_dim, d->k_dim); /* Q is no longer needed */
+        b->w->kernel->store_acc(p, p->q, d->k_dim, d->k_dim); /* Q is no longer needed */
         dq = ra__panel_view(b->d_q, &x->at[i]);
         for (int32_t r = 0; r < p->rows; r++)
-            b->kernel->put_grad(ra__view_out(ra__view_at(dq, 0, r, 0)),
+            b->w->kernel->put_grad(ra__view_out(ra__view_at(dq, 0, r, 0)),
                                 p->q + (int64_t)r * d->k_dim, d->grad_dtype, d->k_dim);
     }
 }
@@ -11956,7 +11955,7 @@ static const void *ra__back_prepare(const ra__back *b, ra__back_scratch *x, int6
     store.v += at * x->size.v;
     if (!kept || r->keys.n == 0) {
         r->keys = *keys;
-        r->clean = b->kernel->prepare_back(&r->keys, b->w->d, &store, kept || partial);
+        r->clean = b->w->kernel->prepare_back(&r->keys, b->w->d, &store, kept || partial);
     }
     r->keys.pos = keys->pos;
     *keys = r->keys;
@@ -12053,7 +12052,7 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     }
     x->left -= RA__TILE_WORK * count;
     for (int32_t j = 0; j < count; j += x->size.pace) {
-        b->kernel->fold_back(&job[j], (int32_t)ra__min(x->size.pace, count - j));
+        b->w->kernel->fold_back(&job[j], (int32_t)ra__min(x->size.pace, count - j));
         ra__between_pieces(&x->between);
     }
 }
@@ -12183,8 +12182,8 @@ static void ra__grads_finish(const ra__back *b, const ra__chunk *c, int32_t kv_h
             ra__view k = ra__view_at(g->dk[i], 0, j, 0), v = ra__view_at(g->dv[i], 0, j, 0);
             ra__prefetch_row((const float *)dk, out[0].token, d->k_dim * 4);
             ra__prefetch_row((const float *)dv, out[1].token, d->v_dim * 4);
-            if (dk) b->kernel->put_grad(dk, ra__view_floats(k), d->grad_dtype, d->k_dim);
-            if (dv) b->kernel->put_grad(dv, ra__view_floats(v), d->grad_dtype, d->v_dim);
+            if (dk) b->w->kernel->put_grad(dk, ra__view_floats(k), d->grad_dtype, d->k_dim);
+            if (dv) b->w->kernel->put_grad(dv, ra__view_floats(v), d->grad_dtype, d->v_dim);
         }
     ra__fp_leave(mode);
 }
@@ -13673,7 +13672,6 @@ static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_
     if (!s) s = ra__check_grads(&l->c.d, t, l->c.rows, view);
     if (s) return s;
     l->b.w = &l->c.w;
-    l->b.kernel = ra__kernel_of(&l->c.d);
     l->b.d_o = view[0];
     l->b.d_q = view[1];
     l->d_kv[0] = view[2];
@@ -18071,7 +18069,7 @@ static void ra__ring_pack_q_rows(const ra_ring *r, const ra__chunk *chunk, const
         ra__source g = ra__source_of(ra__view_at(r->back.d_o, b, s->row, h), d->o_dtype, d->v_dim);
         for (int64_t j = 0; j < s->rows; j++, lse.data += lse.token)
             memcpy(stats + j, lse.data, sizeof *stats);
-        r->back.kernel->deltas(stats + d->q_heads * rows, &o, &g, (int32_t)s->rows);
+        r->work.kernel->deltas(stats + d->q_heads * rows, &o, &g, (int32_t)s->rows);
     }
     ra__fp_leave(mode);
 }
@@ -18607,7 +18605,7 @@ static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t k
         for (int32_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
             ra__view q = ra__view_at(r->back.d_q, c->sequence, s.row + j, h);
             ra__view x = ra__view_at(packed, 0, row + j, h);
-            r->back.kernel->put_grad(ra__view_out(q), ra__view_floats(x), d->grad_dtype, d->k_dim);
+            r->work.kernel->put_grad(ra__view_out(q), ra__view_floats(x), d->grad_dtype, d->k_dim);
         }
     ra__fp_leave(mode);
 }
@@ -19592,7 +19590,6 @@ static ra_status ra__begin_grads(ra_ring *r, const ra_plan *p, const ra_tensors 
     if (s) return s;
     memset(&r->back, 0, sizeof r->back);
     r->back.w = &r->work;
-    r->back.kernel = ra__kernel_of(&p->d);
     r->back.d_o = view[0];
     r->back.d_q = view[1];
     r->back.square = p->same_positions && p->cut[0];
