@@ -13836,9 +13836,9 @@ RA__OPTIMIZE_BEGIN("Og")
  * owner o in step c + o + P * sequence and never stop: a chunk of a later owner then stays behind
  * those before it all the way around. RA_ORDER_DESCENDING needs C + P, because no rank is above the
  * last owner. The chosen steps are never later than these, and the other direction is taken only if
- * it needs fewer. A backward pass has the same bound, because gradients return in the order of the
- * list, unless the chunks of one owner differ in how far they travel (windows to both sides, zigzag
- * windows). */
+ * it needs fewer. A backward pass has the same bound if all chunks of an owner travel equally far.
+ * If they do not (windows to both sides, zigzag windows), gradients may have to wait, because they
+ * return in the order of the list. */
 
 enum { RA__FRAME_BYTES = 64, RA__ADDRESS_BYTES = 128 };
 enum { RA__SERIES_KEYS = 4096 };       /* keys after which the state of a task is stored */
@@ -14567,7 +14567,8 @@ static int64_t ra__tour_hops(const ra__tour *w) {
  * `ranks` more beyond the end of the ring. A piece is the places [x, end[x]), and free[x] is the
  * first count in which a chunk may leave them; inside a piece end is 0.
  * Cost: a chunk merges the pieces that it passes and splits two at its ends. So all chunks together
- * pass about as many pieces as there are chunks and ranks. */
+ * pass about as many pieces as there are chunks and ranks. To split one, its start is looked for
+ * place by place. */
 typedef struct ra__line { int64_t *free, *end; } ra__line;
 
 /* Splits a piece so that one begins at place x. */
