@@ -159,6 +159,7 @@
  *   segment   inside: a piece of a run
  *   item      inside: some keys and where they are stored
  *   head row  inside: a token's row of one query head
+ *   side      inside: the query rows of a rank, or its key rows
  *   handful   inside: the tokens that decoding takes at once: at most 16 head rows per KV head
  *   four      inside: up to 4 head rows of one KV head, which a decoding kernel takes together
  *   stretch   inside: keys that decoding reads for all heads of a task before the next ones
@@ -1734,8 +1735,8 @@ typedef struct ra__decode_rows {
     float m[16], block_l[16], slope[16];
     ra__score score[4];                /* per row: its bias is row 0 */
     int32_t pos[4];
-    float factor;                      /* of q k */
-    float o_factor;                    /* of the sums, with o */
+    float factor;                      /* of the products q k */
+    float o_factor;                    /* of the sums that are written to o */
 } ra__decode_rows;
 
 /* Keys of one head, as stored: at most 16, or 64 if there is one row, or if decode_most is 64 and
