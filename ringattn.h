@@ -741,8 +741,8 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
                                         const ra_grads *g, void *workspace, size_t bytes);
 
 /* Merges normalised partial results of two sets of keys, (o, lse) = (o, lse) + (o2, lse2): o
- * [rows][dim], lse [rows], natural log. A side whose lse is -inf adds nothing, whatever its o; two
- * such sides give (0, -inf). The order of calls fixes the bits. The sides must not overlap. A row
+ * [rows][dim], lse [rows], natural log. A part whose lse is -inf adds nothing, whatever its o; two
+ * such parts give (0, -inf). The order of calls fixes the bits. The parts must not overlap. A row
  * may be a (token, head) pair. */
 RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
                            int32_t dim);
@@ -1538,7 +1538,7 @@ RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_h
 
 /* Programs may be compiled with -Ofast. From here on arithmetic is IEEE again, and a*b + c is fused
  * only where the code says so: otherwise bits would depend on the compiler. clang's -Ofast fuses
- * anyway: RA__NAME(hold) prevents it where a sum must not depend on the order of its two sides.
+ * anyway: RA__NAME(hold) prevents it where a sum must not depend on the order of its two terms.
  * Bits are then those of this compiler and its flags, for every number of threads and ranks. */
 #if defined(__clang__)
 #if defined(__x86_64__)                /* clang 14 has float_control only on x86 */
@@ -1803,8 +1803,8 @@ typedef struct ra__kernel {
     void (*decode_close)(ra__decode_rows *rows);
     /* Multiplies row r of acc by factor and writes it to dst. */
     void (*decode_store)(const ra__decode_rows *rows, int32_t r, void *dst, float factor);
-    /* Merges m [4], l [4] and acc (in the layout of rows->acc) of other keys. Swapping the sides
-     * gives the same bits. */
+    /* Merges m [4], l [4] and acc (in the layout of rows->acc) of other keys. Swapping the
+     * two gives the same bits. */
     void (*decode_merge)(ra__decode_rows *rows, const float *other);
     /* Backward. out->k, v: of the copies of 64 keys; batch: how many panels share them, at most
      * RA__BACK_PANELS; s: scratch for any use by the kernel. prepare_back returns 0 if K has a NaN
@@ -2413,8 +2413,8 @@ RA__INLINE void ra__rows_finish(const float *m, const float *l, int32_t n, float
 /* With a = lse, b = lse2, hi and lo the larger and the smaller of them and e = exp(lo - hi) <= 1:
  *   lse = log(exp(a) + exp(b)) = hi + log(1 + e)
  *   o   = (exp(a) o + exp(b) o2) / (exp(a) + exp(b)), with weights 1 / (1 + e) and e / (1 + e).
- * Nothing in this can overflow. A side whose lse is -inf is left out by a branch, because its o may
- * hold anything, and 0 * NaN is NaN. Swapping the sides gives the same bits. */
+ * Nothing in this can overflow. A part whose lse is -inf is left out by a branch, because its o may
+ * hold anything, and 0 * NaN is NaN. Swapping the parts gives the same bits. */
 RA__INLINE void ra__merge_row(float *o, const float *o2, const double w[2], int32_t dim) {
     int32_t i;
     for (i = 0; i + 8 <= dim; i += 8) {
@@ -2429,8 +2429,8 @@ RA__INLINE void ra__merge_row(float *o, const float *o2, const double w[2], int3
     for (; i < dim; i++) o[i] = (float)((double)o[i] * w[0] + (double)o2[i] * w[1]);
 }
 
-/* Sets the weights of both sides of a row, 0 for a side that is left out. *lse: a on entry, the LSE
- * of both sides on return. */
+/* Sets the weights of both parts of a row, 0 for a part that is left out. *lse: a on entry, the LSE
+ * of both on return. */
 RA__INLINE void ra__merge_weigh(float *lse, float b, double *w, double *w2) {
     const float a = *lse;
     *w = !ra__is_neg_inf(a);
@@ -2443,7 +2443,7 @@ RA__INLINE void ra__merge_weigh(float *lse, float b, double *w, double *w2) {
     *lse = (float)((double)(a > b ? a : b) + ra__log(1.0 + e));
 }
 
-/* The same for eight rows. Returns 0 and does nothing unless in every row both sides are finite and
+/* The same for eight rows. Returns 0 and does nothing unless in every row both parts are finite and
  * differ by at most 700. */
 RA__INLINE int ra__eight_weigh(float lse[8], const float lse2[8], double w[8], double w2[8]) {
     ra__f32x8 x, y;
