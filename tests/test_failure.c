@@ -30,10 +30,12 @@ static void rig_desc(ra_desc *d, int ranks, int64_t tokens, int threads) {
     d->layout.kind = RA_LAYOUT_CONTIGUOUS;
 }
 
+/* Plans of g->d as it is now. */
 static void rig_plans(rig *g) {
     for (int r = 0; r < g->d.ranks; r++) {
         ra_desc d = g->d;
         d.rank = r;
+        ra_plan_destroy(g->plan[r]);
         CHECK_EQ(ra_plan_create(&g->plan[r], &d, NULL), RA_OK);
     }
 }
@@ -114,6 +116,73 @@ static void step_all(ra_ring *const *ring, int ranks, ra_status *status) {
     }
 }
 
+static int64_t still_clock(void *ctx) { return *(const int64_t *)ctx; }
+
+/* The rings of 2 or 3 ranks on such a network, stepped on this thread. Their clock stays at `clock`
+ * until the test moves it. */
+typedef struct rings {
+    rig *g;
+    mail_net *all;
+    ra_transport net[3];
+    ra_ring *ring[3];
+    int64_t clock;
+} rings;
+
+/* more: may be null. */
+static void rings_create(rings *x, int rank, const ra_ring_desc *more) {
+    ra_ring_desc rd = { 0 };
+    if (more) rd = *more;
+    if (!rd.clock_ns) {
+        rd.clock_ns = still_clock;
+        rd.clock_ctx = &x->clock;
+    }
+    CHECK_EQ(ra_ring_create(&x->ring[rank], x->g->plan[rank], &x->net[rank], &rd), RA_OK);
+}
+
+/* x->g is set; rings_close frees it. */
+static void rings_open(rings *x, uint32_t caps, const ra_ring_desc *more) {
+    x->all = network_open(x->g, caps, NULL);
+    x->clock = 1;
+    for (int r = 0; r < x->g->d.ranks; r++) {
+        x->net[r] = mail_transport(x->all, r);
+        rings_create(x, r, more);
+    }
+}
+
+static void rings_close(rings *x) {
+    for (int r = 0; r < x->g->d.ranks; r++) CHECK_EQ(ra_ring_destroy(x->ring[r]), RA_OK);
+    mail_close(x->all);
+    rig_free(x->g);
+}
+
+/* Rank 0 again, with another poll. */
+static void rings_poll_by(rings *x, int (*poll)(void *, ra_transport_op *const *, int),
+                          const ra_ring_desc *more) {
+    CHECK_EQ(ra_ring_destroy(x->ring[0]), RA_OK);
+    x->net[0].poll = poll;
+    rings_create(x, 0, more);
+}
+
+static void rings_begin(rings *x, int pass) {
+    for (int r = 0; r < x->g->d.ranks; r++) {
+        ra_job job = rig_job(x->g, r);
+        job.pass = pass;
+        CHECK_EQ(ra_begin(x->ring[r], &job), RA_OK);
+    }
+}
+
+/* The pass that was begun ends well. */
+static void rings_end(rings *x) {
+    ra_status s[3];
+    step_all(x->ring, x->g->d.ranks, s);
+    for (int r = 0; r < x->g->d.ranks; r++) CHECK_EQ(s[r], RA_OK);
+}
+
+static void rings_pass(rings *x, int pass) {
+    rings_begin(x, pass);
+    rings_end(x);
+}
+
 /* -------------------------------------------------------------------------- address spaces */
 
 static ra_status one_rank(rig *g, mail_net *all, int rank, ra_failure *why) {
@@ -165,65 +234,37 @@ TEST(shared_between_processes) {
 
 /* The same network between ranks of one process, which is what RA_CAP_SHARED is for. */
 TEST(shared_in_one_process) {
-    rig *g = rig_new(3, 384, 1);
-    mail_net *all = network_open(g, RA_CAP_SHARED, NULL);
-    ra_ring *ring[3];
-    ra_transport net[3];
-    ra_status s[3];
-    for (int r = 0; r < 3; r++) {
-        ra_job job = rig_job(g, r);
-        net[r] = mail_transport(all, r);
-        CHECK_EQ(ra_ring_create(&ring[r], g->plan[r], &net[r], NULL), RA_OK);
-        CHECK_EQ(ra_begin(ring[r], &job), RA_OK);
-    }
-    step_all(ring, 3, s);
-    for (int r = 0; r < 3; r++) {
-        CHECK_EQ(s[r], RA_OK);
-        CHECK_EQ(ra_ring_destroy(ring[r]), RA_OK);
-    }
-    rig_check(g);
-    mail_close(all);
-    rig_free(g);
+    rings x;
+    x.g = rig_new(3, 384, 1);
+    rings_open(&x, RA_CAP_SHARED, NULL);
+    rings_pass(&x, RA_PASS_FORWARD);
+    rig_check(x.g);
+    rings_close(&x);
 }
 
 /* -------------------------------------------------------------------------- what begin reads */
 
 /* ra_begin copies pointers: sinks may be written until the first step. */
 TEST(begin_reads_no_sinks) {
-    rig *g = rig_new(2, 256, 1);
-    mail_net *all = network_open(g, 0, NULL);
-    ra_ring *ring[2];
-    ra_transport net[2];
-    ra_status s[2];
+    rings x;
+    rig *g = x.g = rig_new(2, 256, 1);
     for (int r = 0; r < 2; r++) {
-        ra_plan_destroy(g->plan[r]);
         for (int h = 0; h < HEADS; h++) g->sinks[r][h] = (float)r;
         g->t[r].sinks = g->sinks[r];
     }
     g->d.scores = RA_SCORE_SINKS;
     rig_plans(g);
-    for (int r = 0; r < 2; r++) {
-        ra_job job = rig_job(g, r);
-        net[r] = mail_transport(all, r);
-        CHECK_EQ(ra_ring_create(&ring[r], g->plan[r], &net[r], NULL), RA_OK);
-        CHECK_EQ(ra_begin(ring[r], &job), RA_OK);
-    }
+    rings_open(&x, 0, NULL);
+    rings_begin(&x, RA_PASS_FORWARD);
     memcpy(g->sinks[1], g->sinks[0], sizeof g->sinks[0]);
-    step_all(ring, 2, s);
-    for (int r = 0; r < 2; r++) {
-        CHECK_EQ(s[r], RA_OK);
-        CHECK_EQ(ra_ring_destroy(ring[r]), RA_OK);
-    }
-    mail_close(all);
-    rig_free(g);
+    rings_end(&x);
+    rings_close(&x);
 }
 
 /* -------------------------------------------------------------------------- clocks
  * The ring's clock stays at the time that the test sets. What a callback of the transport gets is
  * compared with ra_now_ns() before and after the call. */
 static const int64_t YEARS = (int64_t)10 * 365 * 86400 * 1000000000, SECOND = 1000000000;
-
-static int64_t still_clock(void *ctx) { return *(const int64_t *)ctx; }
 
 static int nothing_abort(void *ctx, int why) { (void)ctx, (void)why; return RA_OK; }
 
@@ -236,6 +277,16 @@ static int expire_sendrecv(void *ctx, int to, const void *s, size_t s_len, int f
     a->until = deadline_ns;
     a->calls++;
     return RA_E_TIMEOUT;
+}
+
+/* Level 0; every exchange times out. */
+static ra_transport expiring(alarm_call *a) {
+    ra_transport net = { 0 };
+    net.size = (uint32_t)sizeof net;
+    net.abi = RA_TRANSPORT_ABI;
+    net.ctx = a;
+    net.sendrecv = expire_sendrecv;
+    return net;
 }
 
 static int late_quiesce(void *ctx, int64_t deadline_ns) {
@@ -260,17 +311,13 @@ static void one_clock(const rig *g, int64_t *clock, const ra_ring_desc *times, i
     alarm_call a = { 0, 0 };
     ra_ring_desc rd = *times;
     ra_ring *ring = NULL;
-    ra_transport net = { 0 };
+    ra_transport net = expiring(&a);
     ra_job job = rig_job(g, 0);
     int64_t before, left = rd.watchdog_ns, now = clock ? *clock : ra_now_ns();
     ra_status s;
     rd.clock_ns = clock ? still_clock : NULL;
     rd.clock_ctx = clock;
-    net.size = (uint32_t)sizeof net;
-    net.abi = RA_TRANSPORT_ABI;
     net.caps = RA_CAP_DEADLINE;
-    net.ctx = &a;
-    net.sendrecv = expire_sendrecv;
     net.abort = nothing_abort;
     net.quiesce = late_quiesce;
     job.deadline_ns = deadline;
@@ -296,16 +343,12 @@ TEST(failed_exchange_names_what_was_due) {
         alarm_call a = { 0, 0 };
         ra_ring_desc rd = { 0 };
         ra_ring *ring = NULL;
-        ra_transport net = { 0 };
+        ra_transport net = expiring(&a);
         ra_desc d = g->d;
         ra_plan *plan = NULL;
         ra_failure f;
         d.order = order;
         rd.trust_plans = 1;            /* no hello comes first */
-        net.size = (uint32_t)sizeof net;
-        net.abi = RA_TRANSPORT_ABI;
-        net.ctx = &a;
-        net.sendrecv = expire_sendrecv;
         CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
         CHECK_EQ(ra_ring_create(&ring, plan, &net, &rd), RA_OK);
         CHECK_EQ(ra_forward(plan, ring, &g->t[0], RA_NO_DEADLINE), RA_E_PEER);
@@ -328,13 +371,9 @@ TEST(failed_exchange_names_both_peers) {
         alarm_call a = { 0, 0 };
         ra_ring_desc rd = { 0 };
         ra_ring *ring = NULL;
-        ra_transport net = { 0 };
+        ra_transport net = expiring(&a);
         ra_failure f;
         rd.trust_plans = 1;
-        net.size = (uint32_t)sizeof net;
-        net.abi = RA_TRANSPORT_ABI;
-        net.ctx = &a;
-        net.sendrecv = expire_sendrecv;
         CHECK_EQ(ra_ring_create(&ring, g->plan[0], &net, &rd), RA_OK);
         CHECK_EQ(ra_forward(g->plan[0], ring, &g->t[0], deadline),
                  deadline ? RA_E_TIMEOUT : RA_E_PEER);
@@ -604,42 +643,36 @@ TEST(world_passes_take_turns) {
  * failed pass keeps the turn until ra_finish. Transports of an earlier version have none, and what
  * follows their last field is not read. */
 TEST(networks_take_turns_like_the_world) {
-    rig *g = rig_new(2, 256, 1);
-    mail_net *all = network_open(g, 0, NULL);
-    ra_ring *ring[2], *late, *old;
-    ra_transport net[2], twin;
-    ra_status s[2];
-    ra_job job[2];
-    for (int r = 0; r < 2; r++) {
-        job[r] = rig_job(g, r);
-        net[r] = mail_transport(all, r);
-        CHECK_EQ(ra_ring_create(&ring[r], g->plan[r], &net[r], NULL), RA_OK);
-        CHECK_EQ(ra_begin(ring[r], &job[r]), RA_OK);
-    }
-    twin = net[0];
-    CHECK_EQ(ra_ring_create(&late, g->plan[0], &twin, NULL), RA_OK);
+    rings x;
+    ra_ring *late, *old;
+    ra_transport twin;
+    ra_job job;
+    x.g = rig_new(2, 256, 1);
+    job = rig_job(x.g, 0);
+    rings_open(&x, 0, NULL);
+    rings_begin(&x, RA_PASS_FORWARD);
+    twin = x.net[0];
+    CHECK_EQ(ra_ring_create(&late, x.g->plan[0], &twin, NULL), RA_OK);
     twin.size = (uint32_t)offsetof(ra_transport, turn);
-    CHECK_EQ(ra_ring_create(&old, g->plan[0], &twin, NULL), RA_OK);
-    CHECK_EQ(ra_begin(late, &job[0]), RA_E_BUSY);
-    step_all(ring, 2, s);
-    rig_check(g);
-    CHECK_EQ(all->ends[0].turn, 0);
-    for (int r = 0; r < 2; r++) CHECK_EQ(ra_begin(ring[r], &job[r]), RA_OK);
-    ra_ring_cancel(ring[0]);
-    CHECK_EQ(ra_step(ring[0], 0), RA_E_CANCELLED);
-    CHECK_EQ(ra_begin(late, &job[0]), RA_E_BUSY);
-    CHECK_EQ(ra_finish(ring[0], RA_NO_DEADLINE), RA_E_CANCELLED);
-    CHECK_EQ(ra_begin(late, &job[0]), RA_OK);
-    CHECK_EQ(ra_finish(ring[0], RA_NO_DEADLINE), RA_E_CANCELLED);
-    CHECK_EQ(all->ends[0].turn, 1);                /* of `late` */
-    CHECK_EQ(ra_begin(old, &job[0]), RA_OK);
+    CHECK_EQ(ra_ring_create(&old, x.g->plan[0], &twin, NULL), RA_OK);
+    CHECK_EQ(ra_begin(late, &job), RA_E_BUSY);
+    rings_end(&x);
+    rig_check(x.g);
+    CHECK_EQ(x.all->ends[0].turn, 0);
+    rings_begin(&x, RA_PASS_FORWARD);
+    ra_ring_cancel(x.ring[0]);
+    CHECK_EQ(ra_step(x.ring[0], 0), RA_E_CANCELLED);
+    CHECK_EQ(ra_begin(late, &job), RA_E_BUSY);
+    CHECK_EQ(ra_finish(x.ring[0], RA_NO_DEADLINE), RA_E_CANCELLED);
+    CHECK_EQ(ra_begin(late, &job), RA_OK);
+    CHECK_EQ(ra_finish(x.ring[0], RA_NO_DEADLINE), RA_E_CANCELLED);
+    CHECK_EQ(x.all->ends[0].turn, 1);                /* of `late` */
+    CHECK_EQ(ra_begin(old, &job), RA_OK);
     CHECK_EQ(ra_ring_destroy(old), RA_OK);
-    CHECK_EQ(all->ends[0].turn, 1);
+    CHECK_EQ(x.all->ends[0].turn, 1);
     CHECK_EQ(ra_ring_destroy(late), RA_OK);
-    CHECK_EQ(all->ends[0].turn, 0);
-    for (int r = 0; r < 2; r++) CHECK_EQ(ra_ring_destroy(ring[r]), RA_OK);
-    mail_close(all);
-    rig_free(g);
+    CHECK_EQ(x.all->ends[0].turn, 0);
+    rings_close(&x);
 }
 
 /* A ring that can no longer return the turn does not keep it. Who waits for a turn in a world that
@@ -852,61 +885,8 @@ static void grads_new(grads *y, rig *g) {
     }
 }
 
-/* Two rings on a network in memory, stepped here, with a clock that stays. */
-typedef struct pair {
-    rig *g;
-    mail_net *all;
-    ra_transport net[2];
-    ra_ring *ring[2];
-    int64_t clock;
-} pair;
-
-static void pair_open(pair *x, const ra_ring_desc *more) {
-    x->all = network_open(x->g, 0, NULL);
-    x->clock = 1;
-    for (int r = 0; r < 2; r++) {
-        ra_ring_desc rd = *more;
-        rd.clock_ns = still_clock;
-        rd.clock_ctx = &x->clock;
-        x->net[r] = mail_transport(x->all, r);
-        CHECK_EQ(ra_ring_create(&x->ring[r], x->g->plan[r], &x->net[r], &rd), RA_OK);
-    }
-}
-
-static void pair_close(pair *x) {
-    for (int r = 0; r < 2; r++) CHECK_EQ(ra_ring_destroy(x->ring[r]), RA_OK);
-    mail_close(x->all);
-    rig_free(x->g);
-}
-
-/* Rank 0 again, with another poll. */
-static void pair_polls(pair *x, const ra_ring_desc *more,
-                       int (*poll)(void *, ra_transport_op *const *, int)) {
-    ra_ring_desc rd = *more;
-    rd.clock_ns = still_clock;
-    rd.clock_ctx = &x->clock;
-    CHECK_EQ(ra_ring_destroy(x->ring[0]), RA_OK);
-    x->net[0].poll = poll;
-    CHECK_EQ(ra_ring_create(&x->ring[0], x->g->plan[0], &x->net[0], &rd), RA_OK);
-}
-
-static void pair_begin(pair *x, int pass) {
-    for (int r = 0; r < 2; r++) {
-        ra_job job = rig_job(x->g, r);
-        job.pass = pass;
-        CHECK_EQ(ra_begin(x->ring[r], &job), RA_OK);
-    }
-}
-
-static void pair_pass(pair *x, int pass) {
-    ra_status s[2];
-    pair_begin(x, pass);
-    step_all(x->ring, 2, s);
-    CHECK(s[0] == RA_OK && s[1] == RA_OK);
-}
-
 /* Rank 0 of two, whose clock shows the work that it has done. */
-static struct { pair *x; ra_transport net; int64_t polled, most, longest; } worker;
+static struct { rings *x; ra_transport net; int64_t polled, most, longest; } worker;
 
 static void worker_works(int64_t multiply_adds) {
     const int64_t ns = multiply_adds / 10;         /* 20 GFLOP/s */
@@ -922,41 +902,37 @@ static int worker_poll(void *ctx, ra_transport_op *const *ops, int n) {
     return worker.net.poll(ctx, ops, n);
 }
 
-static void worker_begin(pair *x, int pass) {
+static void worker_begin(rings *x, int pass) {
     worker.x = x;
     worker.polled = x->clock;
     worker.most = worker.longest = 0;
-    pair_begin(x, pass);
+    rings_begin(x, pass);
     hook_work(x->ring[0], worker_works);
 }
 
 /* The transport is also polled within a step: 0.2 ms after the last time, or one call of a kernel
  * later, for any length of step. */
 TEST(steps_poll) {
-    pair x;
+    rings x;
     grads y;
-    ra_status s[2];
-    ra_ring_desc rd = { 0 };
     x.g = rig_new(2, 2048, 1);
     x.g->d.chunk_tokens = 1024;
     x.g->d.train = 1;
-    for (int r = 0; r < 2; r++) ra_plan_destroy(x.g->plan[r]);
     rig_plans(x.g);
     grads_new(&y, x.g);
-    pair_open(&x, &rd);
+    rings_open(&x, 0, NULL);
     worker.net = x.net[0];
-    pair_polls(&x, &rd, worker_poll);
+    rings_poll_by(&x, worker_poll, NULL);
     for (int pass = RA_PASS_FORWARD; pass <= RA_PASS_BACKWARD; pass++) {
         worker_begin(&x, pass);
-        step_all(x.ring, 2, s);
-        CHECK(s[0] == RA_OK && s[1] == RA_OK);
+        rings_end(&x);
         printf("    at most %.3f ms, a call %.3f ms\n", (double)worker.most * 1e-6,
                (double)worker.longest * 1e-6);
         CHECK(worker.longest > 0 && worker.most <= 200000 + worker.longest);
         if (pass == RA_PASS_BACKWARD)              /* kernels of f32 are called for each tile */
             CHECK_EQ(worker.longest, 64 * 64 * (3 * x.g->d.k_dim + 2 * x.g->d.v_dim) / 10);
     }
-    pair_close(&x);
+    rings_close(&x);
     free(y.all);
 }
 
@@ -981,7 +957,7 @@ static int short_poll(void *ctx, ra_transport_op *const *ops, int n) {
  * length. It confuses neither a number of bytes with a code of the transport nor the reverse. */
 TEST(short_messages_name_what_differs) {
     for (int way = SHORT_ERROR; way <= SHORT_ODD; way++) {
-        pair x;
+        rings x;
         ra_ring_desc rd = { 0 };
         ra_failure f;
         ra_desc d;
@@ -994,11 +970,11 @@ TEST(short_messages_name_what_differs) {
         d.scale = 0.5f;
         ra_plan_destroy(x.g->plan[1]);
         CHECK_EQ(ra_plan_create(&x.g->plan[1], &d, NULL), RA_OK);
-        pair_open(&x, &rd);
+        rings_open(&x, 0, &rd);
         short_net = x.net[0];
         short_way = way;
-        pair_polls(&x, &rd, short_poll);
-        pair_begin(&x, RA_PASS_FORWARD);
+        rings_poll_by(&x, short_poll, &rd);
+        rings_begin(&x, RA_PASS_FORWARD);
         for (int i = 0; i < 10000 && s[0] > 0; i++) {
             if (s[1] > 0) s[1] = ra_step(x.ring[1], 0);
             s[0] = ra_step(x.ring[0], 0);
@@ -1009,7 +985,7 @@ TEST(short_messages_name_what_differs) {
         CHECK_EQ(f.code, way == SHORT_DONE ? 0 : way == SHORT_ODD ? 7 : RA_E_TRUNC);
         CHECK_EQ(strstr(f.text, "bytes moved") != NULL, way == SHORT_DONE);
         CHECK_EQ(strstr(f.text, "scale") != NULL, named);
-        pair_close(&x);
+        rings_close(&x);
     }
 }
 
@@ -1089,14 +1065,13 @@ TEST(sentences_are_whole) {
 /* After a failure every call gives the same status, and its text counts what went well before. */
 TEST(first_failure_stays) {
     for (int passes = 0; passes < 3; passes++) {
-        pair x;
-        ra_ring_desc rd = { 0 };
+        rings x;
         ra_failure f;
         ra_job job;
         ra_status s;
         x.g = rig_new(2, 256, 1);
-        pair_open(&x, &rd);
-        for (int i = 0; i < passes; i++) pair_pass(&x, RA_PASS_FORWARD);
+        rings_open(&x, 0, NULL);
+        for (int i = 0; i < passes; i++) rings_pass(&x, RA_PASS_FORWARD);
         job = rig_job(x.g, 0);
         job.ticket = 7;
         do {
@@ -1116,7 +1091,7 @@ TEST(first_failure_stays) {
         CHECK_EQ(ra_step(x.ring[0], 0), RA_E_PEER);
         CHECK_EQ(ra_forward(x.g->plan[0], x.ring[0], &x.g->t[0], RA_NO_DEADLINE), RA_E_PEER);
         CHECK_EQ(ra_finish(x.ring[0], RA_NO_DEADLINE), RA_E_PEER);
-        pair_close(&x);
+        rings_close(&x);
     }
 }
 
@@ -1389,9 +1364,7 @@ TEST(leaving_during_a_post) {
 
 /* Two ranks whose backward pass sends queries. O and dO are so small that products of their
  * elements are denormal, weights are nearly 0 or 1, and K is large enough for dQ to show it. */
-static void q_pair(pair *x, grads *y, int threads) {
-    ra_ring_desc rd = { 0 };
-    memset(x, 0, sizeof *x);
+static void q_rings(rings *x, grads *y, int threads) {
     x->g = rig_new(2, 256, threads);
     grads_new(y, x->g);
     for (int64_t i = 0; i < y->n; i++) {
@@ -1400,12 +1373,11 @@ static void q_pair(pair *x, grads *y, int threads) {
         x->g->v[i] = 1.05e-19f;
         y->d_o[i] = 1.05e-19f;
     }
-    for (int r = 0; r < 2; r++) ra_plan_destroy(x->g->plan[r]);
     x->g->d.train = 1;
     x->g->d.backward_travel = RA_TRAVEL_Q;
     rig_plans(x->g);
-    pair_open(x, &rd);
-    pair_pass(x, RA_PASS_FORWARD);
+    rings_open(x, 0, NULL);
+    rings_pass(x, RA_PASS_FORWARD);
 }
 
 #if defined(__x86_64__)
@@ -1414,12 +1386,12 @@ TEST(flushing_callers) {
     uint32_t mode = __builtin_ia32_stmxcsr();
     grads y[2];
     for (int i = 0; i < 2; i++) {
-        pair x;
-        q_pair(&x, &y[i], 1);
+        rings x;
+        q_rings(&x, &y[i], 1);
         if (i) __builtin_ia32_ldmxcsr(mode | 0x8040u);
-        pair_pass(&x, RA_PASS_BACKWARD);
+        rings_pass(&x, RA_PASS_BACKWARD);
         __builtin_ia32_ldmxcsr(mode);
-        pair_close(&x);
+        rings_close(&x);
     }
     CHECK_BITS(y[0].d_q, y[1].d_q, y[0].n * 4);
     CHECK_BITS(y[0].d_k, y[1].d_k, y[0].n * 4);
@@ -1447,22 +1419,16 @@ static void packing_deltas(void) {
 
 /* No thread spins while a chunk is packed: RA_AGAIN means that something was done. */
 TEST(packing_makes_others_wait) {
-    pair x;
+    rings x;
     grads y;
-    ra_status s[2];
-    q_pair(&x, &y, 2);
-    for (int r = 0; r < 2; r++) {
-        ra_job job = rig_job(x.g, r);
-        job.pass = RA_PASS_BACKWARD;
-        CHECK_EQ(ra_begin(x.ring[r], &job), RA_OK);
-    }
+    q_rings(&x, &y, 2);
+    rings_begin(&x, RA_PASS_BACKWARD);
     packing_ring = x.ring[0];
     packing_calls = 0;
     hook_deltas(packing_ring, packing_deltas);
-    step_all(x.ring, 2, s);
-    CHECK(s[0] == RA_OK && s[1] == RA_OK);
+    rings_end(&x);
     CHECK(packing_calls > 0);
-    pair_close(&x);
+    rings_close(&x);
     free(y.all);
 }
 
@@ -1506,9 +1472,8 @@ static void pieces_put(void) {
 enum { PIECES_FORWARD, PIECES_SUMS, PIECES_PACKED, PIECES_HANDED };
 
 static void pieces_pass(int travel, int how) {
-    pair x = { 0 };
+    rings x;
     grads y;
-    ra_status s[2];
     ra_ring_desc rd = { 0 };
     rd.checksums = how == PIECES_SUMS;
     rd.watchdog_ns = (int64_t)1 << 60;
@@ -1517,29 +1482,21 @@ static void pieces_pass(int travel, int how) {
     x.g->d.train = 1;
     x.g->d.backward_travel = travel;
     if (how == PIECES_HANDED) x.g->d.mask.kind = RA_MASK_CAUSAL;
-    for (int r = 0; r < 2; r++) ra_plan_destroy(x.g->plan[r]);
     rig_plans(x.g);
     grads_new(&y, x.g);
-    pair_open(&x, &rd);
-    CHECK_EQ(ra_ring_destroy(x.ring[0]), RA_OK);
+    rings_open(&x, 0, &rd);
     memset(&pieces, 0, sizeof pieces);
     pieces.net = x.net[0];
     pieces.packed = INT64_MAX;
-    x.net[0].poll = pieces_count;
     rd.clock_ns = slow_clock;
     rd.clock_ctx = &x.clock;
     rd.trace = pieces_event;
-    CHECK_EQ(ra_ring_create(&x.ring[0], x.g->plan[0], &x.net[0], &rd), RA_OK);
-    for (int r = 0; r < 2; r++) {
-        ra_job job = rig_job(x.g, r);
-        job.pass = how > PIECES_SUMS ? RA_PASS_BACKWARD : RA_PASS_FORWARD;
-        CHECK_EQ(ra_begin(x.ring[r], &job), RA_OK);
-    }
+    rings_poll_by(&x, pieces_count, &rd);
+    rings_begin(&x, how > PIECES_SUMS ? RA_PASS_BACKWARD : RA_PASS_FORWARD);
     if (how == PIECES_PACKED) hook_deltas(x.ring[0], pieces_deltas);
     if (how == PIECES_HANDED) hook_puts(x.ring[0], pieces_put);
-    step_all(x.ring, 2, s);
-    CHECK(s[0] == RA_OK && s[1] == RA_OK);
-    pair_close(&x);
+    rings_end(&x);
+    rings_close(&x);
     free(y.all);
 }
 
