@@ -135,7 +135,14 @@ static ra_status live_in_world(ra_world *world, int rank, void *user) {
     return live(t, net, rank);
 }
 
-/* -------------------------------------------------------------------------- 1: one process */
+/* Plans, one pass on the threads of a world, and what every rank got. */
+static void team_attend(team *t, ra_rank_fn fn) {
+    team_plans(t);
+    CHECK_EQ(ra_world_run(t->s.d.ranks, fn, t, NULL), RA_OK);
+    team_check(t);
+}
+
+/* -------------------------------------------------------------------------- one process */
 
 static ra_status attend_in_world(ra_world *world, int rank, void *user) {
     team *t = (team *)user;
@@ -151,27 +158,21 @@ TEST(world_in_one_process) {
         if (!h_case(i)) continue;
         seed_case(i);
         t = team_new(small_range(1, 8), small_range(1, 300), small_range(1, 3));
-        team_plans(t);
-        CHECK_EQ(ra_world_run(t->s.d.ranks, i % 2 ? attend_in_world : live_in_world, t, NULL),
-                 RA_OK);
-        team_check(t);
+        team_attend(t, i % 2 ? attend_in_world : live_in_world);
         team_free(t);
     }
 }
 
-/* -------------------------------------------------------------------------- 2: one rank */
+/* -------------------------------------------------------------------------- one rank */
 
 /* Causal, B sequences. Call small_data and small_desc when the rest is set. */
-static small *one_rank(int B, int T, int keys, int offset, const int *shape) {
-    small *s = (small *)malloc(sizeof *s);
-    if (!s) abort();
+static void one_rank(small *s, int B, int T, int keys, int offset, const int *shape) {
     small_plain(s, 1, keys, shape);
     s->p.B = B;
     s->p.q_max = T;
     s->p.q_offset = offset;
     s->p.mask.kind = RA_MASK_CAUSAL;
     for (int b = 0; b < B; b++) { s->p.tq[b] = T; s->p.tk[b] = keys; }
-    return s;
 }
 
 static int close_to(const small *s, int b, int head, int64_t p, const float *o) {
@@ -185,7 +186,7 @@ static int close_to(const small *s, int b, int head, int64_t p, const float *o) 
 TEST(simple_engine) {
     for (int64_t i = 0; i < 200; i++) {
         int shape[4], T, keys, offset, window;
-        small *s;
+        small s;
         float *out;
         if (!h_case(i)) continue;
         seed_case(i);
@@ -196,19 +197,18 @@ TEST(simple_engine) {
         offset = small_range(0, 70);
         keys = small_chance(70) ? T + offset : small_range(1, 200);
         window = small_chance(50) ? small_range(-1, 0) : small_range(1, 100);
-        s = one_rank(1, T, keys, offset, shape);
-        s->p.mask.window = window > 0 ? window : 0;
-        s->p.scale = small_chance(50) ? 0.0f : 0.25f;
-        small_data(s);
+        one_rank(&s, 1, T, keys, offset, shape);
+        s.p.mask.window = window > 0 ? window : 0;
+        s.p.scale = small_chance(50) ? 0.0f : 0.25f;
+        small_data(&s);
         out = (float *)small_memory((size_t)(T * shape[0] * shape[2]) * 4);
-        CHECK_EQ(ra_attention_simple(out, s->p.q, s->p.k, s->p.v, T, keys, shape[0], shape[1],
-                                     shape[2], s->p.scale, window, offset), RA_OK);
+        CHECK_EQ(ra_attention_simple(out, s.p.q, s.p.k, s.p.v, T, keys, shape[0], shape[1],
+                                     shape[2], s.p.scale, window, offset), RA_OK);
         for (int t = 0; t < T; t += 1 + T / 7)
             for (int n = 0; n < shape[0]; n++)
-                CHECK(close_to(s, 0, n, offset + t, out + (t * shape[0] + n) * shape[2]));
+                CHECK(close_to(&s, 0, n, offset + t, out + (t * shape[0] + n) * shape[2]));
         free(out);
-        small_free(s);
-        free(s);
+        small_free(&s);
     }
 }
 
@@ -228,23 +228,23 @@ static void attend_alone(const ra_desc *d, const ra_tensors *t, int nth) {
 TEST(llm_c) {
     static const int shape[4] = { 4, 4, 12, 12 };
     enum { B = 2, T = 150, C = 48 };
-    small *s;
+    small s;
     float *inp, *out, *lse;
     ra_desc d;
     ra_tensors t = { 0 };
     seed_case(0);
-    s = one_rank(B, T, T, 0, shape);
-    small_data(s);
-    small_desc(s);
+    one_rank(&s, B, T, T, 0, shape);
+    small_data(&s);
+    small_desc(&s);
     inp = (float *)small_memory(B * T * 3 * C * 4);
     out = (float *)small_memory(B * T * C * 4);
     lse = (float *)small_memory(B * T * 4 * 4);
     for (int i = 0; i < B * T; i++) {
-        memcpy(inp + i * 3 * C, s->p.q + i * C, C * 4);
-        memcpy(inp + i * 3 * C + C, s->p.k + i * C, C * 4);
-        memcpy(inp + i * 3 * C + 2 * C, s->p.v + i * C, C * 4);
+        memcpy(inp + i * 3 * C, s.p.q + i * C, C * 4);
+        memcpy(inp + i * 3 * C + C, s.p.k + i * C, C * 4);
+        memcpy(inp + i * 3 * C + 2 * C, s.p.v + i * C, C * 4);
     }
-    d = s->d;
+    d = s.d;
     d.ranks = 0;
     d.kv_tokens = 0;
     d.threads = 3;
@@ -258,15 +258,14 @@ TEST(llm_c) {
     attend_alone(&d, &t, 3);
     for (int i = 0; i < B * T * 4; i += 5) {
         double o[12], l;
-        small_exact(&s->p, i / (T * 4), i % 4, i / 4 % T, o, &l);
-        CHECK(close_to(s, i / (T * 4), i % 4, i / 4 % T, out + i * 12));
+        small_exact(&s.p, i / (T * 4), i % 4, i / 4 % T, o, &l);
+        CHECK(close_to(&s, i / (T * 4), i % 4, i / 4 % T, out + i * 12));
         CHECK(fabs((double)lse[i] - l) < 2e-5);
     }
     free(inp);
     free(out);
     free(lse);
-    small_free(s);
-    free(s);
+    small_free(&s);
 }
 
 /* ggml: ne = [D, tokens, heads, sequences], nb in bytes with rows padded; output permuted to
@@ -274,15 +273,15 @@ TEST(llm_c) {
 TEST(ggml_strides) {
     static const int shape[4] = { 6, 2, 8, 8 };
     enum { B = 2, T = 70, D = 8, H = 6, K = 2, NB1 = (D + 4) * 4 };
-    small *s;
+    small s;
     uint8_t *q, *k, *v;
     float *out;
     ra_desc d;
     ra_tensors t = { 0 };
     seed_case(0);
-    s = one_rank(B, T, T, 0, shape);
-    small_data(s);
-    small_desc(s);
+    one_rank(&s, B, T, T, 0, shape);
+    small_data(&s);
+    small_desc(&s);
     q = (uint8_t *)small_memory(B * H * T * NB1);
     k = (uint8_t *)small_memory(B * K * T * NB1);
     v = (uint8_t *)small_memory(B * K * T * NB1);
@@ -293,13 +292,13 @@ TEST(ggml_strides) {
     for (int b = 0; b < B; b++)
         for (int i = 0; i < T; i++) {
             for (int n = 0; n < H; n++)
-                memcpy(q + ((b * H + n) * T + i) * NB1, s->p.q + ((b * T + i) * H + n) * D, D * 4);
+                memcpy(q + ((b * H + n) * T + i) * NB1, s.p.q + ((b * T + i) * H + n) * D, D * 4);
             for (int n = 0; n < K; n++) {
-                memcpy(k + ((b * K + n) * T + i) * NB1, s->p.k + ((b * T + i) * K + n) * D, D * 4);
-                memcpy(v + ((b * K + n) * T + i) * NB1, s->p.v + ((b * T + i) * K + n) * D, D * 4);
+                memcpy(k + ((b * K + n) * T + i) * NB1, s.p.k + ((b * T + i) * K + n) * D, D * 4);
+                memcpy(v + ((b * K + n) * T + i) * NB1, s.p.v + ((b * T + i) * K + n) * D, D * 4);
             }
         }
-    d = s->d;
+    d = s.d;
     t.q.data = q; t.q.token_stride = NB1; t.q.head_stride = T * NB1; t.q.batch_stride = H * T * NB1;
     t.k.data = k; t.k.token_stride = NB1; t.k.head_stride = T * NB1; t.k.batch_stride = K * T * NB1;
     t.v = t.k;
@@ -308,13 +307,12 @@ TEST(ggml_strides) {
     t.o.batch_stride = T * H * D * 4;
     attend_alone(&d, &t, 1);
     for (int i = 0; i < B * T * H; i += 7)
-        CHECK(close_to(s, i / (T * H), i % H, i / H % T, out + i * D));
+        CHECK(close_to(&s, i / (T * H), i % H, i / H % T, out + i * D));
     free(q);
     free(k);
     free(v);
     free(out);
-    small_free(s);
-    free(s);
+    small_free(&s);
 }
 
 /* MLA, 576/512: V is the first 512 columns of K; a cache of f16 rows that 16 heads share; one token
@@ -323,35 +321,34 @@ TEST(mla_cache) {
     static const int shape[4] = { 16, 1, 576, 512 };
     for (int T = 1; T <= 6; T += 5) {
         enum { CACHED = 130 };
-        small *s;
+        small s;
         uint16_t *cache;
         float *out;
         ra_desc d;
         ra_tensors t = { 0 };
         seed_case(T);
-        s = one_rank(1, T, CACHED, CACHED - T, shape);
-        s->p.v_in_k = 1;
-        problem_dtypes(&s->p, RA_F32, RA_F16, RA_F16, RA_F32);
-        small_data(s);
-        small_desc(s);
+        one_rank(&s, 1, T, CACHED, CACHED - T, shape);
+        s.p.v_in_k = 1;
+        problem_dtypes(&s.p, RA_F32, RA_F16, RA_F16, RA_F32);
+        small_data(&s);
+        small_desc(&s);
         cache = (uint16_t *)small_memory(CACHED * 576 * 2);
         out = (float *)small_memory((size_t)T * 16 * 512 * 4);
-        for (int i = 0; i < CACHED * 576; i++) dtype_store(cache + i, s->p.k[i], RA_F16);
-        d = s->d;
-        t.q.data = s->p.q;
+        for (int i = 0; i < CACHED * 576; i++) dtype_store(cache + i, s.p.k[i], RA_F16);
+        d = s.d;
+        t.q.data = s.p.q;
         t.k.data = cache;
         t.o.data = out;
         attend_alone(&d, &t, 2);
         for (int i = 0; i < T * 16; i++)
-            CHECK(close_to(s, 0, i % 16, CACHED - T + i / 16, out + i * 512));
+            CHECK(close_to(&s, 0, i % 16, CACHED - T + i / 16, out + i * 512));
         free(cache);
         free(out);
-        small_free(s);
-        free(s);
+        small_free(&s);
     }
 }
 
-/* -------------------------------------------------------------------------- 3: own threads */
+/* -------------------------------------------------------------------------- own threads */
 
 TEST(main_thread_begins) {
     for (int64_t i = 0; i < 60; i++) {
@@ -359,9 +356,7 @@ TEST(main_thread_begins) {
         if (!h_case(i)) continue;
         seed_case(i);
         t = team_new(small_range(1, 4), small_range(1, 400), small_range(2, 4));
-        team_plans(t);
-        CHECK_EQ(ra_world_run(t->s.d.ranks, live_in_world, t, NULL), RA_OK);
-        team_check(t);
+        team_attend(t, live_in_world);
         team_free(t);
     }
 }
@@ -506,7 +501,7 @@ TEST(join_by_ticket) {
     }
 }
 
-/* -------------------------------------------------------------------------- 6: other networks
+/* -------------------------------------------------------------------------- other networks
  * Like MPI, between threads: nothing is held, so a send ends when its receive has the bytes. */
 static mail_desc office_desc(int ranks, int level, uint32_t caps) {
     mail_desc d = { 0 };
@@ -520,13 +515,11 @@ static void office_run(team *t, const mail_desc *d) {
     ra_transport net[MAX_RANKS];
     mail_net *w = mail_open(d, NULL);
     int64_t bytes = d->ranks > 1 ? 64 * d->ranks : 0;  /* of hellos in the first pass */
-    team_plans(t);
     for (int r = 0; r < d->ranks; r++) {
         net[r] = mail_transport(w, r);
         t->net[r] = &net[r];
     }
-    CHECK_EQ(ra_world_run(d->ranks, live_in_world, t, NULL), RA_OK);
-    team_check(t);
+    team_attend(t, live_in_world);
     for (int r = 0; r < d->ranks; r++) {
         ra_plan_report rep;
         CHECK_EQ(ra_plan_query(t->plan[r], r, &rep), RA_OK);
@@ -599,7 +592,7 @@ TEST(wrapped_world) {
     }
 }
 
-/* -------------------------------------------------------------------------- 7: another kernel */
+/* -------------------------------------------------------------------------- another kernel */
 
 typedef struct kernel { int64_t calls, rows, lies; int fail_after; } kernel;
 
@@ -689,9 +682,7 @@ TEST(another_kernel) {
         t = team_new(small_range(1, 5), small_range(1, 200), small_range(1, 3));
         kernel_engine(&e, &x);
         t->s.d.engine = &e;
-        team_plans(t);
-        CHECK_EQ(ra_world_run(t->s.d.ranks, live_in_world, t, NULL), RA_OK);
-        team_check(t);
+        team_attend(t, live_in_world);
         CHECK_EQ(x.lies, 0);
         called += x.calls > 0;
         team_free(t);
@@ -723,7 +714,7 @@ TEST(kernel_fails) {
     }
 }
 
-/* -------------------------------------------------------------------------- 9: watching */
+/* -------------------------------------------------------------------------- watching */
 
 typedef struct watcher {
     int64_t count[RA_EV_ABORT + 1], tiles, bytes[2], last_done, last_all, backwards, odd;
@@ -758,13 +749,12 @@ TEST(trace_and_progress) {
         seed_case(i);
         memset(all, 0, sizeof all);
         t = team_new(world_sizes[i % 5], small_range(1, 400), small_range(1, 3));
-        team_plans(t);
         for (int r = 0; r < t->s.d.ranks; r++) {
             t->rd[r].trace = watch_event;
             t->rd[r].progress = watch_progress;
             t->rd[r].trace_ctx = t->rd[r].progress_ctx = &all[r];
         }
-        CHECK_EQ(ra_world_run(t->s.d.ranks, live_in_world, t, NULL), RA_OK);
+        team_attend(t, live_in_world);
         for (int r = 0; r < t->s.d.ranks; r++) {
             const watcher *w = &all[r];
             const ra_ring_counters *c = &t->counters[r];
@@ -788,12 +778,11 @@ TEST(trace_and_progress) {
             CHECK_EQ(w->backwards, 0);
             CHECK(w->last_done == w->last_all && w->last_all == c->tiles_all);
         }
-        team_check(t);
         team_free(t);
     }
 }
 
-/* -------------------------------------------------------------------------- 10: what goes wrong */
+/* -------------------------------------------------------------------------- what goes wrong */
 
 typedef struct brake { ra_ring *ring; ra_world *world; int reached, pulled; } brake;
 
