@@ -167,6 +167,11 @@ static inline int infer_compare(const void *a, const void *b) {
     return x->id < y->id ? -1 : x->id > y->id;
 }
 
+/* The probability of a token relative to that of the likeliest, whose logit is `best`. */
+static inline double infer_odds(const infer_options *o, float logit, float best) {
+    return exp(((double)logit - (double)best) / (double)o->temperature);
+}
+
 /* Chooses the token after the one at `position`. The choice depends on seed, position and logits
  * alone, so it is the same for a guess that is verified. */
 static inline int32_t infer_sample(const infer_options *o, const float *logits, int64_t count,
@@ -183,16 +188,14 @@ static inline int32_t infer_sample(const infer_options *o, const float *logits, 
     }
     qsort(choice, (size_t)n, sizeof *choice, infer_compare);
     if (o->top_k > 0 && n > o->top_k) n = o->top_k;
-    for (int64_t i = 0; i < n; i++)
-        sum += exp(((double)choice[i].logit - (double)logits[best]) / (double)o->temperature);
+    for (int64_t i = 0; i < n; i++) sum += infer_odds(o, choice[i].logit, logits[best]);
     for (last = 0; last < n; last++) {
-        const double far = (double)choice[last].logit - (double)logits[best];
-        mass += exp(far / (double)o->temperature);
+        mass += infer_odds(o, choice[last].logit, logits[best]);
         if (o->top_p > 0 && mass >= (double)o->top_p * sum) break;
     }
     at = (double)infer_random(o->seed, position) * (mass < sum ? mass : sum);
     for (int64_t i = 0; i < n && i <= last; i++) {
-        at -= exp(((double)choice[i].logit - (double)logits[best]) / (double)o->temperature);
+        at -= infer_odds(o, choice[i].logit, logits[best]);
         if (at < 0) return choice[i].id;
     }
     return choice[0].id;
@@ -208,12 +211,6 @@ static inline void infer_norm(float *y, const float *x, const float *weight, int
         const float scale = (float)(1 / sqrt(sum / (double)n + (double)epsilon));
         for (int64_t i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
     }
-}
-
-static inline void infer_bias(float *y, const float *bias, int64_t rows, int64_t n) {
-    if (!bias) return;
-    for (int64_t r = 0; r < rows; r++, y += n)
-        for (int64_t i = 0; i < n; i++) y[i] += bias[i];
 }
 
 /* Turns the heads of this rank's rows by their positions. */
@@ -248,8 +245,12 @@ static inline void infer_turns(const infer_rank *r, int64_t first) {
     }
 }
 
-static inline void infer_product(const infer_rank *r, const matrix *w, const float *x, float *y) {
+/* y = w x + bias, for this rank's rows. bias: may be null. */
+static inline void infer_product(const infer_rank *r, const matrix *w, const float *bias,
+                                 const float *x, float *y) {
     matmul_run(&r->e->workers, w, x, y, r->owned, r->scratch);
+    for (int64_t i = 0; i < r->owned && bias; i++)
+        for (int64_t j = 0; j < w->rows; j++) y[i * w->rows + j] += bias[j];
 }
 
 typedef struct infer_call { ra_cache *cache; ra_status status; } infer_call;
@@ -304,30 +305,26 @@ static inline ra_status infer_attend(infer_rank *r, int32_t layer, int64_t first
 static inline ra_status infer_layer(infer_rank *r, int32_t layer, int64_t first, int64_t count) {
     const model *m = r->e->m;
     const model_layer *l = &m->layer[layer];
-    const int64_t n = r->owned, q = (int64_t)m->heads * m->dim, kv = (int64_t)m->kv_heads * m->dim;
+    const int64_t n = r->owned;
     ra_status s;
     infer_norm(r->y, r->x, l->attention_norm, n, m->hidden, m->epsilon);
-    infer_product(r, &l->q, r->y, r->q);
-    infer_product(r, &l->k, r->y, r->k);
-    infer_product(r, &l->v, r->y, r->v);
-    infer_bias(r->q, l->q_bias, n, q);
-    infer_bias(r->k, l->k_bias, n, kv);
-    infer_bias(r->v, l->v_bias, n, kv);
+    infer_product(r, &l->q, l->q_bias, r->y, r->q);
+    infer_product(r, &l->k, l->k_bias, r->y, r->k);
+    infer_product(r, &l->v, l->v_bias, r->y, r->v);
     if (l->q_norm) infer_norm(r->q, r->q, l->q_norm, n * m->heads, m->dim, m->epsilon);
     if (l->k_norm) infer_norm(r->k, r->k, l->k_norm, n * m->kv_heads, m->dim, m->epsilon);
     infer_rope(r, r->q, m->heads);
     infer_rope(r, r->k, m->kv_heads);
     s = infer_attend(r, layer, first, count);
     if (s != RA_OK) return s;
-    infer_product(r, &l->o, r->o, r->y);
-    infer_bias(r->y, l->o_bias, n, m->hidden);
+    infer_product(r, &l->o, l->o_bias, r->o, r->y);
     for (int64_t i = 0; i < n * m->hidden; i++) r->x[i] += r->y[i];
     infer_norm(r->y, r->x, l->feed_norm, n, m->hidden, m->epsilon);
-    infer_product(r, &l->gate, r->y, r->gate);
-    infer_product(r, &l->up, r->y, r->up);
+    infer_product(r, &l->gate, NULL, r->y, r->gate);
+    infer_product(r, &l->up, NULL, r->y, r->up);
     for (int64_t i = 0; i < n * m->feed; i++)
         r->gate[i] = r->gate[i] / (1 + expf(-r->gate[i])) * r->up[i];
-    infer_product(r, &l->down, r->gate, r->y);
+    infer_product(r, &l->down, NULL, r->gate, r->y);
     for (int64_t i = 0; i < n * m->hidden; i++) r->x[i] += r->y[i];
     return RA_OK;
 }
@@ -335,7 +332,7 @@ static inline ra_status infer_layer(infer_rank *r, int32_t layer, int64_t first,
 /* -------------------------------------------------------------------------- the model */
 static inline void infer_embed(infer_rank *r, const int32_t *tokens) {
     const matrix *w = &r->e->m->embedding;
-    const size_t bytes = matmul_row_bytes(w->dtype, w->columns);
+    const size_t bytes = (size_t)gguf_row_bytes(w->dtype, w->columns);
     for (int64_t i = 0; i < r->owned; i++)
         (void)ra_convert(r->x + i * w->columns, RA_F32,
                          w->data + (size_t)tokens[r->own[i]] * bytes, w->dtype, w->columns);
@@ -495,25 +492,21 @@ static inline void infer_close_rank(infer_rank *r) {
     free(r->tokens);
 }
 
-static inline size_t infer_floats(const model *m, int64_t chunk, int64_t columns) {
-    return (size_t)chunk * (size_t)(2 * m->hidden + 2 * (int64_t)(m->heads + m->kv_heads) * m->dim +
-                                    2 * m->feed + m->rope_dims) +
-           matmul_scratch(columns) + (size_t)(INFER_HEAD_ROWS * m->vocabulary);
-}
-
-static inline void infer_divide(infer_rank *r, const model *m, int64_t chunk, int64_t columns) {
-    float *at = r->floats;
-    r->x = at;                        at += chunk * m->hidden;
-    r->y = at;                        at += chunk * m->hidden;
-    r->q = at;                        at += chunk * m->heads * m->dim;
-    r->o = at;                        at += chunk * m->heads * m->dim;
-    r->k = at;                        at += chunk * m->kv_heads * m->dim;
-    r->v = at;                        at += chunk * m->kv_heads * m->dim;
-    r->gate = at;                     at += chunk * m->feed;
-    r->up = at;                       at += chunk * m->feed;
-    r->turn = at;                     at += chunk * m->rope_dims;
-    r->scratch = at;                  at += matmul_scratch(columns);
-    r->logits = at;
+/* How many floats a rank needs. Where r->floats is set, it is divided. */
+static inline size_t infer_floats(infer_rank *r, int64_t columns) {
+    const model *m = r->e->m;
+    const int64_t chunk = r->e->o.chunk, q = (int64_t)m->heads * m->dim;
+    const int64_t kv = (int64_t)m->kv_heads * m->dim;
+    const struct { float **at; int64_t count; } part[] = {
+        { &r->x, chunk * m->hidden }, { &r->y, chunk * m->hidden }, { &r->q, chunk * q },
+        { &r->o, chunk * q }, { &r->k, chunk * kv }, { &r->v, chunk * kv },
+        { &r->gate, chunk * m->feed }, { &r->up, chunk * m->feed },
+        { &r->turn, chunk * m->rope_dims }, { &r->scratch, (int64_t)matmul_scratch(columns) },
+        { &r->logits, INFER_HEAD_ROWS * m->vocabulary } };
+    size_t all = 0;
+    for (size_t i = 0; i < sizeof part / sizeof part[0]; all += (size_t)part[i++].count)
+        if (r->floats) *part[i].at = r->floats + all;
+    return all;
 }
 
 /* Two caches over the same memory. That of the prompt takes the fastest form. That of decoding
@@ -545,7 +538,7 @@ static inline ra_status infer_open_cache(infer_rank *r) {
         snprintf(text, sizeof text, "the cache: %.30s: %.200s", why.field, why.text);
         return infer_fail(e, s, text);
     }
-    r->row_bytes = matmul_row_bytes(d.k_dtype, m->dim) * (size_t)m->kv_heads;
+    r->row_bytes = (size_t)gguf_row_bytes(d.k_dtype, m->dim) * (size_t)m->kv_heads;
     r->k_bytes = r->row_bytes * (size_t)ra_cache_rows(r->cache[INFER_PROMPT]);
     return RA_OK;
 }
@@ -559,7 +552,7 @@ static inline ra_status infer_open_rank(infer_rank *r) {
     if (s != RA_OK) return s;
     if (columns < q) columns = q;
     r->memory = (uint8_t *)calloc((size_t)m->layers * 2, r->k_bytes ? r->k_bytes : 1);
-    r->floats = (float *)calloc(infer_floats(m, e->o.chunk, columns), sizeof *r->floats);
+    r->floats = (float *)calloc(infer_floats(r, columns), sizeof *r->floats);
     r->own = (int64_t *)calloc((size_t)e->o.chunk, sizeof *r->own);
     r->next = (int32_t *)calloc((size_t)e->o.chunk * 2, sizeof *r->next);
     r->choice = (infer_choice *)calloc((size_t)m->vocabulary, sizeof *r->choice);
@@ -569,10 +562,10 @@ static inline ra_status infer_open_rank(infer_rank *r) {
         char text[INFER_WHY];
         snprintf(text, sizeof text, "no memory for %.1f MiB of cache and %.1f MiB beside it on a "
                  "rank", (double)m->layers * 2 * (double)r->k_bytes / 1048576,
-                 (double)infer_floats(m, e->o.chunk, columns) * 4 / 1048576);
+                 (double)infer_floats(r, columns) * 4 / 1048576);
         return infer_fail(e, RA_E_NOMEM, text);
     }
-    infer_divide(r, m, e->o.chunk, columns);
+    (void)infer_floats(r, columns);
     memcpy(r->tokens, e->result->tokens, (size_t)e->result->prompt * sizeof *r->tokens);
     r->heard = r->next + e->o.chunk;
     if (infer_reports(r)) e->result->cache_bytes = (int64_t)(r->k_bytes * 2) * m->layers;
@@ -597,54 +590,49 @@ static inline ra_status infer_on_rank(ra_world *world, int rank, void *user) {
 }
 
 /* -------------------------------------------------------------------------- everything */
+static inline int32_t infer_lanes(int32_t ranks) { return ranks <= 8 ? 8 : INFER_RANKS; }
+
 static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t count) {
     const model *m = e->m;
     infer_options *o = &e->o;
     char *why = e->result->why;
     if (!o->ranks) o->ranks = 1;
     if (!o->cache_dtype) o->cache_dtype = RA_F32;
-    e->lanes = o->ranks <= 8 ? 8 : INFER_RANKS;
+    e->lanes = infer_lanes(o->ranks);
     e->attend_threads = e->apart || o->ranks < 1 ? o->threads : o->threads / o->ranks;
     if (e->attend_threads < 1) e->attend_threads = 1;
     if (!o->chunk) o->chunk = 16 * e->lanes;
-    for (int64_t i = 0; i < count; i++) {
-        if (prompt[i] >= 0 && prompt[i] < m->vocabulary) continue;
-        snprintf(why, INFER_WHY, "token %lld of the prompt is %ld; the model has 0 to %lld",
-                 (long long)i, (long)prompt[i], (long long)m->vocabulary - 1);
-        return 0;
-    }
-    if (count < 1) snprintf(why, INFER_WHY, "the prompt has no token");
-    else if (o->ranks < 1 || o->ranks > INFER_RANKS)
-        snprintf(why, INFER_WHY, "%ld ranks; 1 to 64 are possible", (long)o->ranks);
-    else if (o->predict < 0 || o->predict > INT32_MAX || o->chunk < 1 || o->context < 0)
-        snprintf(why, INFER_WHY, "%lld tokens to generate, chunks of %lld and a context of %lld "
-                 "are not possible", (long long)o->predict, (long long)o->chunk,
-                 (long long)o->context);
-    else if (!o->context && count + o->predict <= m->context) o->context = count + o->predict;
-    else if (!o->context) o->context = m->context;
-    if (why[0]) return 0;
-    if (o->context > m->context || count > o->context) {
-        snprintf(why, INFER_WHY, "a prompt of %lld tokens in a context of %lld; the model was made "
-                 "for at most %lld", (long long)count, (long long)o->context,
-                 (long long)m->context);
-        return 0;
-    }
+    for (int64_t i = 0; i < count; i++)
+        if (prompt[i] < 0 || prompt[i] >= m->vocabulary)
+            return gguf_refuse(why, "token %lld of the prompt is %ld; the model has 0 to %lld",
+                               (long long)i, (long)prompt[i], (long long)m->vocabulary - 1);
+    if (count < 1) return gguf_refuse(why, "the prompt has no token");
+    if (o->ranks < 1 || o->ranks > INFER_RANKS)
+        return gguf_refuse(why, "%ld ranks; 1 to 64 are possible", (long)o->ranks);
+    if (o->predict < 0 || o->predict > INT32_MAX || o->chunk < 1 || o->context < 0)
+        return gguf_refuse(why, "%lld tokens to generate, chunks of %lld and a context of %lld are "
+                           "not possible", (long long)o->predict, (long long)o->chunk,
+                           (long long)o->context);
+    if (!o->context)
+        o->context = count + o->predict <= m->context ? count + o->predict : m->context;
+    if (o->context > m->context || count > o->context)
+        return gguf_refuse(why, "a prompt of %lld tokens in a context of %lld; the model was made "
+                           "for at most %lld", (long long)count, (long long)o->context,
+                           (long long)m->context);
     if (o->predict > o->context - count) o->predict = o->context - count;
     if (o->chunk > o->context) o->chunk = o->context;
     if (o->speculate < 1) o->speculate = 1;
     if (o->speculate > o->chunk) o->speculate = (int32_t)o->chunk;
-    if (o->cache_dtype == RA_Q8_0 && m->dim % 32) {
-        snprintf(why, INFER_WHY, "a cache in q8_0 needs heads of a multiple of 32 dims; the model "
-                 "has %ld", (long)m->dim);
-        return 0;
-    }
+    if (o->cache_dtype == RA_Q8_0 && m->dim % 32)
+        return gguf_refuse(why, "a cache in q8_0 needs heads of a multiple of 32 dims; the model "
+                           "has %ld", (long)m->dim);
     return 1;
 }
 
 /* The longest message of a run: the partial results of a chunk from all lanes. Longer messages of
  * keys are not sent. */
 static inline size_t infer_message_bytes(const model *m, const infer_options *o, int64_t prompt) {
-    const int64_t lanes = o->ranks <= 8 ? 8 : INFER_RANKS, chunk = o->chunk ? o->chunk : 16 * lanes;
+    const int64_t lanes = infer_lanes(o->ranks), chunk = o->chunk ? o->chunk : 16 * lanes;
     const int64_t context = o->context ? o->context : prompt + o->predict;
     const int64_t rows = chunk < context ? chunk : context;
     return 65536 + (size_t)(rows * lanes) * (size_t)m->heads * (size_t)(m->dim + 2) * 4;
@@ -656,57 +644,45 @@ static inline void infer_free(infer_result *r) {
     memset(r, 0, sizeof *r);
 }
 
-/* Runs the prompt and generates what follows, on this rank of o->ranks that net connects, or on all
- * ranks as threads where net is null. */
-static inline int infer_run_on(infer_engine *e, const int32_t *prompt, int64_t count,
-                               const ra_transport *net) {
-    infer_result *result = e->result;
+/* Runs the prompt and generates what follows. 0: result->why says why not. Free the result either
+ * way. net: of one rank of o->ranks; every process makes the same call with its own, all get the
+ * tokens, and the logits are those of this rank's positions. Null: all ranks are threads of this
+ * process. */
+static inline int infer_run_rank(const model *m, const infer_options *o, const int32_t *prompt,
+                                 int64_t count, const ra_transport *net,
+                                 infer_result *result) {
+    infer_engine e;
     ra_status s = RA_E_NOMEM;
+    memset(&e, 0, sizeof e);
     memset(result, 0, sizeof *result);
-    if (!infer_resolve(e, prompt, count)) return 0;
-    result->tokens = (int32_t *)calloc((size_t)e->o.context + 1, sizeof *result->tokens);
-    if (e->o.all_logits)
-        result->logits = (float *)calloc((size_t)e->o.context * (size_t)e->m->vocabulary,
+    e.m = m;
+    e.o = *o;
+    e.result = result;
+    e.reporter = net ? net->rank : 0;
+    e.apart = net != NULL;
+    if (!infer_resolve(&e, prompt, count)) return 0;
+    result->tokens = (int32_t *)calloc((size_t)e.o.context + 1, sizeof *result->tokens);
+    if (e.o.all_logits)
+        result->logits = (float *)calloc((size_t)e.o.context * (size_t)m->vocabulary,
                                          sizeof *result->logits);
-    if (result->tokens && (result->logits || !e->o.all_logits)) {
+    if (result->tokens && (result->logits || !e.o.all_logits)) {
         memcpy(result->tokens, prompt, (size_t)count * sizeof *prompt);
         result->prompt = result->count = count;
-        pthread_mutex_init(&e->lock, NULL);
-        pool_start(&e->workers, e->o.threads > 1 ? e->o.threads - 1 : 0);
-        s = net ? infer_rank_main(e, e->reporter, net)
-                : ra_world_run(e->o.ranks, infer_on_rank, e, NULL);
-        pool_stop(&e->workers);
-        pthread_mutex_destroy(&e->lock);
+        pthread_mutex_init(&e.lock, NULL);
+        pool_start(&e.workers, e.o.threads > 1 ? e.o.threads - 1 : 0);
+        s = net ? infer_rank_main(&e, e.reporter, net)
+                : ra_world_run(e.o.ranks, infer_on_rank, &e, NULL);
+        pool_stop(&e.workers);
+        pthread_mutex_destroy(&e.lock);
     }
     if (s != RA_OK && !result->why[0])
         snprintf(result->why, INFER_WHY, "%s", ra_status_text(s));
     return s == RA_OK;
 }
 
-/* Ranks as threads of this process. 0: result->why says why not. Free the result either way. */
 static inline int infer_run(const model *m, const infer_options *o, const int32_t *prompt,
                             int64_t count, infer_result *result) {
-    infer_engine e;
-    memset(&e, 0, sizeof e);
-    e.m = m;
-    e.o = *o;
-    e.result = result;
-    return infer_run_on(&e, prompt, count, NULL);
-}
-
-/* One rank: every process makes the same call with its own net. All of them get the tokens; the
- * logits are those of this rank's positions. */
-static inline int infer_run_rank(const model *m, const infer_options *o, const int32_t *prompt,
-                                 int64_t count, const ra_transport *net,
-                                 infer_result *result) {
-    infer_engine e;
-    memset(&e, 0, sizeof e);
-    e.m = m;
-    e.o = *o;
-    e.result = result;
-    e.reporter = net->rank;
-    e.apart = 1;
-    return infer_run_on(&e, prompt, count, net);
+    return infer_run_rank(m, o, prompt, count, NULL, result);
 }
 
 #endif

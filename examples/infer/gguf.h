@@ -14,6 +14,7 @@
 
 #include "ringattn.h"
 
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -52,6 +53,16 @@ typedef struct gguf_reader {           /* at: the next byte to read */
     size_t at, size;
     char *why;                         /* [INFER_WHY] */
 } gguf_reader;
+
+/* Writes the sentence that says what is wrong to why[INFER_WHY]; returns 0. */
+static inline __attribute__((format(printf, 2, 3))) int gguf_refuse(char *why, const char *format,
+                                                                    ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(why, INFER_WHY, format, args);
+    va_end(args);
+    return 0;
+}
 
 static inline const char *gguf_type_name(uint32_t type) {
     static const char *const names[] = {
@@ -115,14 +126,13 @@ static inline uint64_t gguf_type_bytes(uint32_t type) {       /* 0: a string or 
 
 static inline int gguf_refuse_type(gguf_reader *r, const gguf_value *v) {
     char name[64];
-    snprintf(r->why, INFER_WHY, "the value '%s' has the type %lu%s, which GGUF does not have",
-             gguf_show(v->key, name, sizeof name), (unsigned long)v->type,
-             v->is_array ? " as elements" : "");
-    return 0;
+    return gguf_refuse(r->why, "the value '%s' has the type %lu%s, which GGUF does not have",
+                       gguf_show(v->key, name, sizeof name), (unsigned long)v->type,
+                       v->is_array ? " as elements" : "");
 }
 
 static inline int gguf_read_value(gguf_reader *r, gguf_value *v) {
-    uint64_t type = 0, i;
+    uint64_t type = 0;
     gguf_text element;
     memset(v, 0, sizeof *v);
     if (!gguf_string(r, "the key of a value", &v->key)) return 0;
@@ -137,15 +147,13 @@ static inline int gguf_read_value(gguf_reader *r, gguf_value *v) {
     if (type >= GGUF_TYPES || type == GGUF_ARRAY) return gguf_refuse_type(r, v);
     v->data = r->data + r->at;
     if (type == GGUF_STRING) {
-        for (i = 0; i < v->count; i++)
+        for (uint64_t i = 0; i < v->count; i++)
             if (!gguf_string(r, "a string", &element)) return 0;
         return 1;
     }
-    if (v->count > r->size) {
-        snprintf(r->why, INFER_WHY, "an array at byte %llu has %llu elements, more than the file",
-                 (unsigned long long)r->at, (unsigned long long)v->count);
-        return 0;
-    }
+    if (v->count > r->size)
+        return gguf_refuse(r->why, "an array at byte %llu has %llu elements, more than the file",
+                           (unsigned long long)r->at, (unsigned long long)v->count);
     return gguf_bytes(r, v->count * gguf_type_bytes(v->type), "the elements of a value") != NULL;
 }
 
@@ -157,29 +165,24 @@ static inline int gguf_read_tensor(gguf_reader *r, gguf_tensor *t, uint64_t *off
     if (!gguf_string(r, "the name of a tensor", &t->name)) return 0;
     if (!gguf_number(r, 4, "the dims of a tensor", &dims)) return 0;
     gguf_show(t->name, name, sizeof name);
-    if (dims < 1 || dims > GGUF_DIMS) {
-        snprintf(r->why, INFER_WHY, "the tensor '%s' has %llu dims; 1 to 4 are possible", name,
-                 (unsigned long long)dims);
-        return 0;
-    }
+    if (dims < 1 || dims > GGUF_DIMS)
+        return gguf_refuse(r->why, "the tensor '%s' has %llu dims; 1 to 4 are possible", name,
+                           (unsigned long long)dims);
     for (t->dims = 0; t->dims < (int32_t)dims; t->dims++) {
         if (!gguf_number(r, 8, "the sizes of a tensor", &size)) return 0;
-        if (size < 1 || size > INT32_MAX) {
-            snprintf(r->why, INFER_WHY, "the tensor '%s' has a dim of %llu; 1 to 2147483647 are "
-                     "possible", name, (unsigned long long)size);
-            return 0;
-        }
+        if (size < 1 || size > INT32_MAX)
+            return gguf_refuse(r->why, "the tensor '%s' has a dim of %llu; 1 to 2147483647 are "
+                               "possible", name, (unsigned long long)size);
         t->size[t->dims] = (int64_t)size;
     }
     if (!gguf_number(r, 4, "the type of a tensor", &type)) return 0;
     if (!gguf_number(r, 8, "the offset of a tensor", offset)) return 0;
     t->dtype = type == 0 ? RA_F32 : type == 1 ? RA_F16 : type == 8 ? RA_Q8_0
              : type == 30 ? RA_BF16 : RA_DTYPE_UNSET;
-    if (t->dtype == RA_DTYPE_UNSET) {
-        snprintf(r->why, INFER_WHY, "the tensor '%s' is in %s (%llu); this engine reads f32, f16, "
-                 "bf16 and q8_0", name, gguf_type_name((uint32_t)type), (unsigned long long)type);
-        return 0;
-    }
+    if (t->dtype == RA_DTYPE_UNSET)
+        return gguf_refuse(r->why, "the tensor '%s' is in %s (%llu); this engine reads f32, f16, "
+                           "bf16 and q8_0", name, gguf_type_name((uint32_t)type),
+                           (unsigned long long)type);
     return 1;
 }
 
@@ -194,35 +197,29 @@ static inline int gguf_place_tensor(gguf_reader *r, gguf_tensor *t, uint64_t off
                                     uint64_t alignment) {
     char name[64];
     uint64_t bytes = gguf_row_bytes(t->dtype, t->size[0]), left = r->size - r->at;
-    int32_t i;
     const char *wrong = NULL;
     gguf_show(t->name, name, sizeof name);
     if (t->dtype == RA_Q8_0 && t->size[0] % 32) wrong = "rows that are not whole blocks of 32";
     if (offset % alignment) wrong = "an offset that is not a multiple of the alignment";
-    for (i = 1; i < t->dims && !wrong; i++) {
+    for (int32_t i = 1; i < t->dims && !wrong; i++) {
         if (bytes > left / (uint64_t)t->size[i]) wrong = "data beyond the end of the file";
         bytes *= (uint64_t)t->size[i];
     }
     if (!wrong && (bytes > left || offset > left - bytes))
         wrong = "data beyond the end of the file";
-    if (wrong) {
-        snprintf(r->why, INFER_WHY, "the tensor '%s' has %s", name, wrong);
-        return 0;
-    }
+    if (wrong) return gguf_refuse(r->why, "the tensor '%s' has %s", name, wrong);
     t->data = r->data + r->at + offset;
     return 1;
 }
 
 static inline const gguf_value *gguf_find(const gguf *g, const char *key) {
-    int64_t i;
-    for (i = 0; i < g->value_count; i++)
+    for (int64_t i = 0; i < g->value_count; i++)
         if (gguf_is(g->values[i].key, key)) return &g->values[i];
     return NULL;
 }
 
 static inline const gguf_tensor *gguf_find_tensor(const gguf *g, const char *name) {
-    int64_t i;
-    for (i = 0; i < g->tensor_count; i++)
+    for (int64_t i = 0; i < g->tensor_count; i++)
         if (gguf_is(g->tensors[i].name, name)) return &g->tensors[i];
     return NULL;
 }
@@ -273,53 +270,43 @@ static inline void gguf_close(gguf *g) {
 static inline int gguf_read_head(gguf_reader *r, gguf *g) {
     uint64_t magic = 0, version = 0, tensors = 0, values = 0;
     if (!gguf_number(r, 4, "the magic", &magic)) return 0;
-    if (magic != 0x46554747u) {
-        snprintf(r->why, INFER_WHY, "this is not a GGUF file: it does not begin with 'GGUF'");
-        return 0;
-    }
+    if (magic != 0x46554747u)
+        return gguf_refuse(r->why, "this is not a GGUF file: it does not begin with 'GGUF'");
     if (!gguf_number(r, 4, "the version", &version)) return 0;
-    if (version != 2 && version != 3) {
-        snprintf(r->why, INFER_WHY, version & 0xffff ? "version %llu of GGUF is not 2 or 3"
-                 : "the file is big-endian (version %llu)", (unsigned long long)version);
-        return 0;
-    }
+    if (version != 2 && version != 3)
+        return gguf_refuse(r->why, version & 0xffff ? "version %llu of GGUF is not 2 or 3"
+                           : "the file is big-endian (version %llu)", (unsigned long long)version);
     if (!gguf_number(r, 8, "the number of tensors", &tensors)) return 0;
     if (!gguf_number(r, 8, "the number of values", &values)) return 0;
     /* A value has at least 13 bytes and a tensor 32. */
-    if (values > r->size / 13 || tensors > r->size / 32) {
-        snprintf(r->why, INFER_WHY, "the file has %llu bytes, too few for %llu values and %llu "
-                 "tensors", (unsigned long long)r->size, (unsigned long long)values,
-                 (unsigned long long)tensors);
-        return 0;
-    }
+    if (values > r->size / 13 || tensors > r->size / 32)
+        return gguf_refuse(r->why, "the file has %llu bytes, too few for %llu values and %llu "
+                           "tensors", (unsigned long long)r->size, (unsigned long long)values,
+                           (unsigned long long)tensors);
     g->value_count = (int64_t)values;
     g->tensor_count = (int64_t)tensors;
     g->values = (gguf_value *)calloc((size_t)values + 1, sizeof *g->values);
     g->tensors = (gguf_tensor *)calloc((size_t)tensors + 1, sizeof *g->tensors);
     if (g->values && g->tensors) return 1;
-    snprintf(r->why, INFER_WHY, "no memory for %llu values and %llu tensors",
-             (unsigned long long)values, (unsigned long long)tensors);
-    return 0;
+    return gguf_refuse(r->why, "no memory for %llu values and %llu tensors",
+                       (unsigned long long)values, (unsigned long long)tensors);
 }
 
 static inline int gguf_read_all(gguf_reader *r, gguf *g, uint64_t *offset) {
     const gguf_value *a;
     uint64_t alignment = 32;
-    int64_t i;
-    for (i = 0; i < g->value_count; i++)
+    for (int64_t i = 0; i < g->value_count; i++)
         if (!gguf_read_value(r, &g->values[i])) return 0;
     a = gguf_find(g, "general.alignment");
     if (a) alignment = a->type == GGUF_U32 && !a->is_array ? gguf_little(a->data, 4) : 0;
-    if (alignment < 8 || alignment > 1 << 20 || (alignment & (alignment - 1))) {
-        snprintf(r->why, INFER_WHY, "general.alignment is %llu; it must be a power of two from 8 "
-                 "to 1048576", (unsigned long long)alignment);
-        return 0;
-    }
-    for (i = 0; i < g->tensor_count; i++)
+    if (alignment < 8 || alignment > 1 << 20 || (alignment & (alignment - 1)))
+        return gguf_refuse(r->why, "general.alignment is %llu; it must be a power of two from 8 to "
+                           "1048576", (unsigned long long)alignment);
+    for (int64_t i = 0; i < g->tensor_count; i++)
         if (!gguf_read_tensor(r, &g->tensors[i], &offset[i])) return 0;
     if (!gguf_bytes(r, (alignment - r->at % alignment) % alignment, "the padding before the data"))
         return 0;
-    for (i = 0; i < g->tensor_count; i++)
+    for (int64_t i = 0; i < g->tensor_count; i++)
         if (!gguf_place_tensor(r, &g->tensors[i], offset[i], alignment)) return 0;
     return 1;
 }

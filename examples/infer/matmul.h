@@ -6,12 +6,9 @@
 #if !defined(INFER_MATMUL_H)
 #define INFER_MATMUL_H
 
-#include "ringattn.h"
+#include "gguf.h"
 
 #include <pthread.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
 /* -------------------------------------------------------------------------- pool
  * A rank puts its work into a list, and also computes pieces of it; the pool's threads take pieces
@@ -64,9 +61,8 @@ static inline void *pool_main(void *arg) {
 static inline void pool_run(pool *p, void (*run)(void *ctx, int64_t piece), void *ctx,
                             int64_t pieces) {
     pool_job job, **at;
-    int64_t i;
     if (p->threads == 0 || pieces < 2) {
-        for (i = 0; i < pieces; i++) run(ctx, i);
+        for (int64_t i = 0; i < pieces; i++) run(ctx, i);
         return;
     }
     memset(&job, 0, sizeof job);
@@ -85,12 +81,11 @@ static inline void pool_run(pool *p, void (*run)(void *ctx, int64_t piece), void
 }
 
 static inline void pool_stop(pool *p) {
-    int i;
     pthread_mutex_lock(&p->lock);
     p->over = 1;
     pthread_cond_broadcast(&p->changed);
     pthread_mutex_unlock(&p->lock);
-    for (i = 0; i < p->threads; i++) pthread_join(p->thread[i], NULL);
+    for (int i = 0; i < p->threads; i++) pthread_join(p->thread[i], NULL);
     pthread_cond_destroy(&p->changed);
     pthread_mutex_destroy(&p->lock);
     free(p->thread);
@@ -124,11 +119,6 @@ typedef struct matmul {
     int64_t piece;                     /* rows of one piece of the work, whole tiles */
     float *wide;                       /* [pieces][MATMUL_ROWS][w->columns] where W is not f32 */
 } matmul;
-
-static inline size_t matmul_row_bytes(int32_t dtype, int64_t n) {
-    if (dtype == RA_Q8_0) return (size_t)n / 32 * 34;
-    return (size_t)n * (dtype == RA_F32 ? 4 : 2);
-}
 
 static inline float matmul_of_bits(uint32_t bits) {
     float x;
@@ -266,7 +256,7 @@ static inline MATMUL_TARGET void MATMUL_NAME(matmul_tokens)(const matmul *m, con
 
 static inline MATMUL_TARGET void MATMUL_NAME(matmul_rows)(const matmul *m, int64_t piece) {
     const matrix *w = m->w;
-    const size_t bytes = matmul_row_bytes(w->dtype, w->columns);
+    const size_t bytes = (size_t)gguf_row_bytes(w->dtype, w->columns);
     float *wide = m->wide + (size_t)piece * MATMUL_ROWS * (size_t)w->columns;
     int64_t row = piece * m->piece, end = row + m->piece;
     if (end > w->rows) end = w->rows;

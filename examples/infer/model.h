@@ -4,7 +4,6 @@
 #if !defined(INFER_MODEL_H)
 #define INFER_MODEL_H
 
-#include "gguf.h"
 #include "matmul.h"
 
 #include <math.h>
@@ -50,10 +49,8 @@ static inline int model_number(const model_reader *r, const char *key, double le
                                double otherwise, double *out) {
     const gguf_value *v = model_value(r, key);
     *out = otherwise;
-    if (v && (v->is_array || v->type == GGUF_STRING)) {
-        snprintf(r->why, INFER_WHY, "%s.%s is no single number", r->m->name, key);
-        return 0;
-    }
+    if (v && (v->is_array || v->type == GGUF_STRING))
+        return gguf_refuse(r->why, "%s.%s is no single number", r->m->name, key);
     if (v) *out = gguf_element(v, 0);
     if (*out >= least && *out <= most) return 1;
     if (v) snprintf(r->why, INFER_WHY, "%s.%s is %g; %g to %g is possible", r->m->name, key, *out,
@@ -68,18 +65,17 @@ static inline int model_integer(const model_reader *r, const char *key, int64_t 
     if (!model_number(r, key, 0, (double)most, otherwise, &x)) return 0;
     *out = (int64_t)x;
     if ((double)*out == x) return 1;
-    snprintf(r->why, INFER_WHY, "%s.%s is %g, not a whole number", r->m->name, key, x);
-    return 0;
+    return gguf_refuse(r->why, "%s.%s is %g, not a whole number", r->m->name, key, x);
 }
 
 /* -------------------------------------------------------------------------- tensors */
 static inline int model_refuse(const model_reader *r, const gguf_tensor *t, int64_t columns,
                                int64_t rows) {
     char name[64];
-    snprintf(r->why, INFER_WHY, "the tensor '%s' is %lld x %lld; the model needs %lld x %lld",
-             gguf_show(t->name, name, sizeof name), (long long)t->size[0],
-             (long long)(t->dims > 1 ? t->size[1] : 1), (long long)columns, (long long)rows);
-    return 0;
+    return gguf_refuse(r->why, "the tensor '%s' is %lld x %lld; the model needs %lld x %lld",
+                       gguf_show(t->name, name, sizeof name), (long long)t->size[0],
+                       (long long)(t->dims > 1 ? t->size[1] : 1), (long long)columns,
+                       (long long)rows);
 }
 
 /* A tensor of a layer, or with layer -1 of none; null: it is missing. */
@@ -115,11 +111,9 @@ static inline int model_vector(model_reader *r, int32_t layer, const char *what,
     *out = NULL;
     if (!t) return !required;
     if (t->dims != 1 || t->size[0] != n) return model_refuse(r, t, n, 1);
-    if (t->dtype != RA_F32) {
-        snprintf(r->why, INFER_WHY, "the tensor '%s' of layer %ld is not in f32, as all vectors "
-                 "are", what, (long)layer);
-        return 0;
-    }
+    if (t->dtype != RA_F32)
+        return gguf_refuse(r->why, "the tensor '%s' of layer %ld is not in f32, as all vectors are",
+                           what, (long)layer);
     *out = (const float *)(const void *)t->data;
     return 1;
 }
@@ -158,17 +152,13 @@ static inline int model_read_tensors(model_reader *r) {
         !model_matrix(r, -1, "output.weight", m->hidden, m->vocabulary, &m->output))
         return 0;
     m->layer = (model_layer *)calloc((size_t)m->layers, sizeof *m->layer);
-    if (!m->layer) {
-        snprintf(r->why, INFER_WHY, "no memory for %ld layers", (long)m->layers);
-        return 0;
-    }
+    if (!m->layer) return gguf_refuse(r->why, "no memory for %ld layers", (long)m->layers);
     for (int32_t i = 0; i < m->layers; i++)
         if (!model_read_layer(r, i)) return 0;
     if (r->used == r->g->tensor_count) return 1;
-    snprintf(r->why, INFER_WHY, "the file has %lld tensors and the model uses %lld: it is of a "
-             "kind that this engine does not know", (long long)r->g->tensor_count,
-             (long long)r->used);
-    return 0;
+    return gguf_refuse(r->why, "the file has %lld tensors and the model uses %lld: it is of a kind "
+                       "that this engine does not know", (long long)r->g->tensor_count,
+                       (long long)r->used);
 }
 
 /* -------------------------------------------------------------------------- values */
@@ -184,17 +174,14 @@ static inline int model_read_rope(model_reader *r) {
         !model_number(r, "rope.freq_base", 1, 1e12, 10000, &m->rope_base))
         return 0;
     m->rope_dims = (int32_t)dims;
-    if (m->rope_dims < 2 || m->rope_dims % 2) {
-        snprintf(r->why, INFER_WHY, "%s.rope.dimension_count is %ld, which is not even and above 0",
-                 m->name, (long)m->rope_dims);
-        return 0;
-    }
+    if (m->rope_dims < 2 || m->rope_dims % 2)
+        return gguf_refuse(r->why, "%s.rope.dimension_count is %ld, which is not even and above 0",
+                           m->name, (long)m->rope_dims);
     if (gguf_is(text, "linear"))
         return model_number(r, "rope.scaling.factor", 1e-3, 1e6, MODEL_REQUIRED, &m->rope_scale);
     if (!kind || gguf_is(text, "none")) return 1;
-    snprintf(r->why, INFER_WHY, "%s.rope.scaling.type is '%s'; this engine computes none and "
-             "linear, and the factors of rope_freqs.weight", m->name, name);
-    return 0;
+    return gguf_refuse(r->why, "%s.rope.scaling.type is '%s'; this engine computes none and "
+                       "linear, and the factors of rope_freqs.weight", m->name, name);
 }
 
 static inline int model_read_values(model_reader *r) {
@@ -211,22 +198,18 @@ static inline int model_read_values(model_reader *r) {
         !model_number(r, "attention.layer_norm_rms_epsilon", 0, 1, MODEL_REQUIRED, &epsilon))
         return 0;
     if (layers < 1 || heads < 1 || kv_heads < 1 || heads % kv_heads || m->hidden < 1 ||
-        m->feed < 1 || m->context < 1) {
-        snprintf(r->why, INFER_WHY, "%s with %lld layers, %lld heads, %lld KV heads, %lld hidden "
-                 "and %lld feed-forward dims, context %lld is no model", m->name, (long long)layers,
-                 (long long)heads, (long long)kv_heads, (long long)m->hidden, (long long)m->feed,
-                 (long long)m->context);
-        return 0;
-    }
+        m->feed < 1 || m->context < 1)
+        return gguf_refuse(r->why, "%s with %lld layers, %lld heads, %lld KV heads, %lld hidden "
+                           "and %lld feed-forward dims, context %lld is no model", m->name,
+                           (long long)layers, (long long)heads, (long long)kv_heads,
+                           (long long)m->hidden, (long long)m->feed, (long long)m->context);
     if (!model_integer(r, "attention.key_length", 1024, (double)(m->hidden / heads), &dim) ||
         !model_integer(r, "attention.value_length", 1024, (double)(m->hidden / heads), &values))
         return 0;
-    if (dim < 2 || dim != values) {
-        snprintf(r->why, INFER_WHY, "%s has heads of %lld dims for keys and %lld for values; this "
-                 "engine needs the same number, at least 2", m->name, (long long)dim,
-                 (long long)values);
-        return 0;
-    }
+    if (dim < 2 || dim != values)
+        return gguf_refuse(r->why, "%s has heads of %lld dims for keys and %lld for values; this "
+                           "engine needs the same number, at least 2", m->name, (long long)dim,
+                           (long long)values);
     m->layers = (int32_t)layers;
     m->heads = (int32_t)heads;
     m->kv_heads = (int32_t)kv_heads;

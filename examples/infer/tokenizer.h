@@ -436,17 +436,13 @@ static inline int tokenizer_texts(tokenizer *t, const gguf *g, char *why) {
     const gguf_value *score = gguf_find(g, "tokenizer.ggml.scores");
     const gguf_value *type = gguf_find(g, "tokenizer.ggml.token_type");
     const uint8_t *p;
-    if (!v || !v->is_array || v->type != GGUF_STRING || v->count < 1 || v->count > 1 << 24) {
-        snprintf(why, INFER_WHY, "tokenizer.ggml.tokens is not there, or is no list of 1 to "
-                 "16777216 texts");
-        return 0;
-    }
+    if (!v || !v->is_array || v->type != GGUF_STRING || v->count < 1 || v->count > 1 << 24)
+        return gguf_refuse(why, "tokenizer.ggml.tokens is not there, or is no list of 1 to "
+                           "16777216 texts");
     if ((score && (!score->is_array || score->type != GGUF_F32 || score->count != v->count)) ||
-        (type && (!type->is_array || type->type != GGUF_I32 || type->count != v->count))) {
-        snprintf(why, INFER_WHY, "tokenizer.ggml.scores or token_type has no number (f32, i32) for "
-                 "each of %llu tokens", (unsigned long long)v->count);
-        return 0;
-    }
+        (type && (!type->is_array || type->type != GGUF_I32 || type->count != v->count)))
+        return gguf_refuse(why, "tokenizer.ggml.scores or token_type has no number (f32, i32) for "
+                           "each of %llu tokens", (unsigned long long)v->count);
     t->count = (int32_t)v->count;
     t->slots = token_room(v->count);
     t->text = (gguf_text *)calloc(v->count, sizeof *t->text);
@@ -454,10 +450,8 @@ static inline int tokenizer_texts(tokenizer *t, const gguf *g, char *why) {
     t->type = (uint8_t *)calloc(v->count, 1);
     t->special = (int32_t *)calloc(v->count, sizeof *t->special);
     t->slot = (int32_t *)malloc(t->slots * sizeof *t->slot);
-    if (!t->text || !t->score || !t->type || !t->special || !t->slot) {
-        snprintf(why, INFER_WHY, "no memory for %llu tokens", (unsigned long long)v->count);
-        return 0;
-    }
+    if (!t->text || !t->score || !t->type || !t->special || !t->slot)
+        return gguf_refuse(why, "no memory for %llu tokens", (unsigned long long)v->count);
     memset(t->slot, 0xFF, t->slots * sizeof *t->slot);
     p = v->data;
     for (int32_t i = 0; i < t->count; i++) {
@@ -479,17 +473,13 @@ static inline int tokenizer_texts(tokenizer *t, const gguf *g, char *why) {
 static inline int tokenizer_merges(tokenizer *t, const gguf *g, char *why) {
     const gguf_value *v = gguf_find(g, "tokenizer.ggml.merges");
     char name[64];
-    if (!v || !v->is_array || v->type != GGUF_STRING || v->count > 1 << 24) {
-        snprintf(why, INFER_WHY, "tokenizer.ggml.merges is not there, or is no list of at most "
-                 "16777216 texts");
-        return 0;
-    }
+    if (!v || !v->is_array || v->type != GGUF_STRING || v->count > 1 << 24)
+        return gguf_refuse(why, "tokenizer.ggml.merges is not there, or is no list of at most "
+                           "16777216 texts");
     t->merges = token_room(v->count);
     t->merge = (token_merge *)malloc(t->merges * sizeof *t->merge);
-    if (!t->merge) {
-        snprintf(why, INFER_WHY, "no memory for %llu merges", (unsigned long long)v->count);
-        return 0;
-    }
+    if (!t->merge)
+        return gguf_refuse(why, "no memory for %llu merges", (unsigned long long)v->count);
     memset(t->merge, 0xFF, t->merges * sizeof *t->merge);
     const uint8_t *p = v->data;
     for (uint64_t i = 0; i < v->count; i++) {
@@ -506,11 +496,9 @@ static inline int tokenizer_merges(tokenizer *t, const gguf *g, char *why) {
             result = token_find(t, both, x.size - 1);
         }
         free(both);
-        if (left < 0 || right < 0 || result < 0) {
-            snprintf(why, INFER_WHY, "merge %llu, '%s', does not join two tokens to a third",
-                     (unsigned long long)i, gguf_show(x, name, sizeof name));
-            return 0;
-        }
+        if (left < 0 || right < 0 || result < 0)
+            return gguf_refuse(why, "merge %llu, '%s', does not join two tokens to a third",
+                               (unsigned long long)i, gguf_show(x, name, sizeof name));
         token_merge *m = token_pair(t, left, right);
         if (m->left >= 0) continue;
         m->left = left;
@@ -554,9 +542,8 @@ static inline int tokenizer_word_rule(tokenizer *t, const gguf *g, char *why) {
         t->words = known[i].words;
         if (gguf_is(pre, known[i].name)) return 1;
     }
-    snprintf(why, INFER_WHY, "tokenizer.ggml.pre is '%s'; this engine knows gpt-2, llama-bpe and "
-             "qwen2", name);
-    return 0;
+    return gguf_refuse(why, "tokenizer.ggml.pre is '%s'; this engine knows gpt-2, llama-bpe and "
+                       "qwen2", name);
 }
 
 /* The tokenizer of a file, which must stay open. 0: see `why`; then there is nothing to close. */
@@ -568,11 +555,9 @@ static inline int tokenizer_open(tokenizer *t, const gguf *g, char why[INFER_WHY
     if (kind.size) gguf_show(kind, name, sizeof name);
     t->kind = gguf_is(kind, "gpt2") ? TOKENIZER_BPE
             : gguf_is(kind, "llama") ? TOKENIZER_SPM : TOKENIZER_NONE;
-    if (t->kind == TOKENIZER_NONE) {
-        snprintf(why, INFER_WHY, "tokenizer.ggml.model is '%s'; this engine knows gpt2 and llama",
-                 name);
-        return 0;
-    }
+    if (t->kind == TOKENIZER_NONE)
+        return gguf_refuse(why, "tokenizer.ggml.model is '%s'; this engine knows gpt2 and llama",
+                           name);
     ok = tokenizer_texts(t, g, why);
     if (ok && t->kind == TOKENIZER_BPE)
         ok = tokenizer_word_rule(t, g, why) && tokenizer_merges(t, g, why);
