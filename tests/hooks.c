@@ -162,6 +162,14 @@ int64_t hook_lost(const hook_reports *h) {
 
 static ra__kernel watched;             /* the kernel of the ring that is watched, */
 static const ra__kernel *real;         /* and the kernel that it replaces */
+
+static ra__kernel *watch(ra_ring *ring) {
+    real = ring->work.kernel;
+    watched = *real;
+    ring->work.kernel = ring->back.kernel = &watched;
+    return &watched;
+}
+
 static void (*before_deltas)(void);
 static int64_t *loads_seen;
 
@@ -177,11 +185,8 @@ static void watched_load(const ra__panel *p, const void *src, int64_t stride, in
 }
 
 void hook_deltas(ra_ring *ring, void (*before)(void)) {
-    real = ring->back.kernel;
-    watched = *real;
-    watched.deltas = watched_deltas;
     before_deltas = before;
-    ring->back.kernel = &watched;
+    watch(ring)->deltas = watched_deltas;
 }
 
 static void (*before_put)(void);
@@ -192,19 +197,13 @@ static void watched_put(void *dst, const float *src, int32_t dtype, int32_t dim)
 }
 
 void hook_puts(ra_ring *ring, void (*before)(void)) {
-    real = ring->back.kernel;
-    watched = *real;
-    watched.put_grad = watched_put;
     before_put = before;
-    ring->back.kernel = &watched;
+    watch(ring)->put_grad = watched_put;
 }
 
 void hook_loads(ra_ring *ring, int64_t *loads) {
-    real = ring->work.kernel;
-    watched = *real;
-    watched.load_q = watched_load;
     loads_seen = loads;
-    ring->work.kernel = &watched;
+    watch(ring)->load_q = watched_load;
 }
 
 static void (*after_work)(int64_t multiply_adds);
@@ -223,12 +222,9 @@ static void timed_fold_back(const ra__back_job *x, int32_t count) {
 }
 
 void hook_work(ra_ring *ring, void (*after)(int64_t multiply_adds)) {
-    real = ring->work.kernel;
-    watched = *real;
-    watched.fold = timed_fold;
-    watched.fold_back = timed_fold_back;
     after_work = after;
-    ring->work.kernel = ring->back.kernel = &watched;
+    watch(ring)->fold = timed_fold;
+    watched.fold_back = timed_fold_back;
 }
 
 void hook_copy_begins(const ra_transport *net, ra_transport_op *op) {
