@@ -18252,10 +18252,11 @@ static void ra__ring_release(ra_ring *r) {
     }
 }
 
-/* How many ops of a queue of chunks may be pending. Those that notices may need are kept free;
- * backward a quarter of the others is for returned gradients. */
+/* How many ops of a queue of chunks may be pending. Those that notices or control messages may need
+ * are kept free; backward a quarter of the others is for returned gradients. */
 static int64_t ra__queue_most(const ra_ring *r, int which) {
-    const int64_t all = (int64_t)r->tp.max_ops - (r->shared ? 2 * ((int64_t)r->ranks - 1) : 0);
+    const int64_t peers = r->shared ? (int64_t)r->ranks - 1 : ra__max(0, r->controls / 2 - 1);
+    const int64_t all = (int64_t)r->tp.max_ops - 2 * peers;
     const int64_t returns = r->lists->backward ? ra__max(1, all / 4) : 0, links = all - returns;
     if (which == RA__RETURNS) return returns;
     return ra__max(1, which == RA__RECEIVES ? links / 2 : links - links / 2);
@@ -20643,12 +20644,11 @@ static ra_status ra__resume_pack(ra_ring *r, int64_t c, uint8_t *message) {
 static ra_status ra__resume_send(ra_ring *r, int32_t i) {
     ra__resume *x = r->resume;
     ra__queue *out = &r->queue[RA__SENDS];
-    const int64_t spare = (int64_t)r->tp.max_ops - 2 * (x->n - 1);
-    const int64_t most = ra__max(1, spare - spare / 2), c = x->peer[i].requested;
+    const int64_t c = x->peer[i].requested;
     const int32_t hop = ra__plan_need_hop(r->plan, c, x->rank[i]);
     uint8_t *message = NULL;
     out->total = (int32_t)out->posted + 1;
-    if (!ra__queue_open(out, out->done, most)) {
+    if (!ra__queue_open(out, out->done, ra__queue_most(r, RA__SENDS))) {
         out->total = (int32_t)out->posted;
         return RA_OK;
     }
@@ -20696,8 +20696,7 @@ static void ra__resume_request(ra_ring *r, int32_t i, int32_t kind, int64_t c, i
 static ra_status ra__resume_pull(ra_ring *r) {
     ra__resume *x = r->resume;
     const ra__queue *in = &r->queue[RA__RECEIVES];
-    const int64_t spare = (int64_t)r->tp.max_ops - 2 * (x->n - 1);
-    while (ra__queue_open(in, r->released, ra__max(1, spare / 2))) {
+    while (ra__queue_open(in, r->released, ra__queue_most(r, RA__RECEIVES))) {
         const int32_t c = r->lists->recv[in->posted].chunk;
         const int32_t from = x->source[in->posted - r->kept_count];
         const int64_t length = ra__ring_length(r, c, ra__plan_need_hop(r->plan, c, r->rank));
