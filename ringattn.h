@@ -19754,6 +19754,16 @@ static void ra__begin_earlier(ra_ring *r) {
     r->intact = 0;
 }
 
+/* The pass that is prepared runs from now on. */
+static void ra__ring_start(ra_ring *r, int64_t deadline_ns) {
+    r->deadline = deadline_ns;
+    r->begin_ns = ra__ring_now(r);
+    ra__store_i64(&r->progress_ns, r->begin_ns);
+    ra__store_i64(&r->looked_ns, r->begin_ns);
+    ra__ring_event_plain(r, RA_EV_BEGIN, r->begin_ns, RA_OK);
+    ra__store_i32(&r->crew.state, RA_RING_RUNNING);
+}
+
 /* For ra_begin, and for ra_join on the thread that holds `join`; others get RA_WAIT meanwhile. */
 static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__work w;
@@ -19777,18 +19787,13 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__begin_meet(ring, job->plan, job->pass);
     ring->kv[0] = kv[0];
     ring->kv[1] = kv[1];
-    ring->deadline = job->deadline_ns;
     ring->pass++;
     ra__begin_work(ring, job->plan);
     ra__begin_reset(ring, job->plan);
-    ring->begin_ns = ra__ring_now(ring);
     ra__store_i64(&ring->most_tiles, 0);
-    ra__store_i64(&ring->progress_ns, ring->begin_ns);
-    ra__store_i64(&ring->looked_ns, ring->begin_ns);
     ra__store_i32(&ring->threads, job->plan->d.threads);
     ra__store_i32(&ring->backward, ring->lists->backward);
-    ra__ring_event_plain(ring, RA_EV_BEGIN, ring->begin_ns, RA_OK);
-    ra__store_i32(&ring->crew.state, RA_RING_RUNNING);
+    ra__ring_start(ring, job->deadline_ns);
     return RA_OK;
 }
 
@@ -21040,19 +21045,14 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
     ra__resume_bind(ring, x, rd, &tp);
     ra__ring_agree(ring);
     x->peer[x->me].from_peer = ra__resume_hello(ring);
-    ring->deadline = deadline_ns;
-    ring->begin_ns = ra__ring_now(ring);
     ring->quiet = ring->crew.parted = 0;
     ring->talking = 1;
     ra__store_i32(&ring->meeting, 1);
     ra__store_i32(&ring->awaited, -1);
-    ra__store_i64(&ring->progress_ns, ring->begin_ns);
-    ra__store_i64(&ring->looked_ns, ring->begin_ns);
     ra__store_i32(&ring->cancelled, 0);
     ra__store_i32(&ring->aborted, 0);
     ra__store_i32(&ring->crew.failed, 0);
-    ra__ring_event_plain(ring, RA_EV_BEGIN, ring->begin_ns, RA_OK);
-    ra__store_i32(&ring->crew.state, RA_RING_RUNNING);
+    ra__ring_start(ring, deadline_ns);
     return RA_OK;
 }
 
