@@ -166,7 +166,7 @@ static const ra__kernel *real;         /* and the kernel that it replaces */
 static ra__kernel *watch(ra_ring *ring) {
     real = ring->work.kernel;
     watched = *real;
-    ring->work.kernel = ring->back.kernel = &watched;
+    ring->work.kernel = &watched;
     return &watched;
 }
 
