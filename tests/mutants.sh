@@ -6,12 +6,17 @@
 #   mutants.sh WORK [JOBS]             JOBS at a time
 #
 # The programs are compiled once, with all mistakes in them (tests/plant.py): MUTANT=n chooses one.
-# The scalar build is used: it is compiled fastest, and no mistake is in a kernel. Only "batches"
-# needs kernels that fold several blocks at once: without them its mistakes are left out.
+# The scalar build is used, because it is compiled fastest. Only "batches" needs kernels that fold
+# several blocks at once, and "near" those with decode_near: without them their mistakes are left
+# out.
 
 cd "$(dirname "$0")/.." || exit 1
 list=${LIST:-tests/mutants.txt}
-batches=$(grep -qs avx512_bf16 /proc/cpuinfo && echo batches)
+batches= near=
+if grep -qs avx512_bf16 /proc/cpuinfo; then
+    batches=batches
+    grep -qs '^cpu family.*: 25$' /proc/cpuinfo || near=near     # Zen 4 does not use decode_near
+fi
 
 # build PROGRAM: the header in $work goes before that of the repository.
 build() {
@@ -21,6 +26,7 @@ build() {
         hooks) $cc -c -o "$work/hooks.o" tests/hooks.c ;;
         sim | resume | failure) $cc -o "$work/$1" "tests/test_$1.c" "$work/hooks.o" -lm ;;
         schedule | cache | forward) $cc -o "$work/$1" "tests/test_$1.c" -lm ;;
+        near) $native -o "$work/near" tests/test_forward.c -lm ;;
         rows) $cc -o "$work/rows" tests/test_bits.c -lm ;;
         batches) $native -o "$work/batches" tests/test_resume.c tests/hooks.c -lm ;;
         world)
@@ -39,6 +45,8 @@ try() {
             timeout 60 "$work/cache" pools_of_all --first ;;
         apart) timeout 60 "$work/cache" disagreements --first ;;
         forward) timeout 90 "$work/forward" modified_decode --first ;;
+        cells) timeout 90 "$work/forward" attention_at --first ;;
+        near) timeout 90 "$work/near" modified_decode --first ;;
         resume) timeout 120 "$work/resume" --first ;;
         failure) timeout 60 "$work/failure" default_watchdog --first ;;
         ends) timeout 60 "$work/failure" world --first ;;
@@ -80,7 +88,7 @@ python3 tests/plant.py "$list" ringattn.h > "$work/ringattn.h" 2> "$work/unplant
     cat "$work/unplanted"
     exit 1
 }
-for programs in 'hooks schedule world rows cache forward' "sim resume failure $batches"; do
+for programs in 'hooks schedule world rows cache forward' "sim resume failure $batches $near"; do
     echo $programs | xargs -n 1 -P "$jobs" sh tests/mutants.sh --build "$work"
 done
 if [ -s "$work/broken" ]; then
@@ -91,13 +99,16 @@ if [ -s "$work/broken" ]; then
 fi
 
 # Arguments for xargs: number, name and tests of each mistake; 0 is the header as it is.
-right="sim resume failure ends rows schedule world cache forward silence differences $batches"
-right="$right caches apart"
-awk -F ' [|] ' -v list="$right" -v batches="$batches" 'BEGIN { split(list, right, " ")
+right="sim resume failure ends rows schedule world cache forward cells silence differences"
+right="$right caches apart $batches $near"
+left=                                  # names of those left out, each with a space
+[ "$batches" ] || left='batches '
+[ "$near" ] || left="${left}near "
+awk -F ' [|] ' -v list="$right" -v left="$left" 'BEGIN { split(list, right, " ")
         for (i = 1; i in right; i++) print "0\nright_" right[i] "\n" right[i] }
     /^#/ || !NF { next }
     NF != 4 { print "0\nnot_four_fields\nfields"; next }
-    { n++; if ($2 != "batches" || batches) print n "\n" $1 "\n" $2 }' \
+    { n++; if (!index(left, $2 " ")) print n "\n" $1 "\n" $2 }' \
     "$list" > "$work/list"
 tr '\n' '\0' < "$work/list" |
     xargs -0 -n 3 -P "$jobs" sh tests/mutants.sh --one "$work" > "$work/report"
@@ -107,7 +118,7 @@ passed=$(grep -c '^found' "$work/report")
 failed=$(grep -c '^FAIL' "$work/report")
 tried=$(($(wc -l < "$work/list") / 3 - $(echo $right | wc -w)))
 [ "$passed" = $tried ] || [ "$failed" != 0 ] || failed=1
-left=
-[ -n "$batches" ] || left=", $(grep -c ' | batches | ' "$list") skipped"
+left=$(($(grep -v '^#' "$list" | grep -c ' | ') - tried))
+[ $left = 0 ] && left= || left=", $left skipped"
 echo "$passed passed, $failed failed$left"
 [ "$failed" = 0 ]

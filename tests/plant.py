@@ -21,7 +21,8 @@ __attribute__((constructor)) static void ra__mutant_read(void) {
 """
 
 
-HEAD = re.compile(r"^[a-zA-Z_][^;{}#]*?\b(\w+)\(([^()]*)\) \{\n", re.M)
+# A function of KERNEL is RA__NAME(name).
+HEAD = re.compile(r"^[a-zA-Z_][^;{}#]*?\b(RA__NAME\(\w+\)|\w+)\(([^()]*)\) \{\n", re.M)
 
 
 def function_around(text, at):
@@ -52,7 +53,7 @@ def plant(text, mistakes):
         arguments = ", ".join(n for n in names if n != "void")
         copies, calls = "", ""
         for number, at, old, new in planted:
-            copy = "%s_mutant_%d" % (head[1], number)
+            copy = re.sub(r"\b(\w+)(\)?)$", r"\1_mutant_%d\2" % number, head[1])
             at -= head.end()
             copies += text[begin:head.start(1)] + copy + text[head.end(1):head.end()]
             copies += body[:at] + new + body[at + len(old):]

@@ -1396,6 +1396,11 @@ TEST(modified_decode_ignores_other_rows) {
         for (int64_t j = 0; j < 2 * ALL; j++)
             memcpy(bias[1] + 2 * j * size, bias[0] + j * size, (size_t)size);
         t.k.data = t.v.data = kept;
+        if (h_one_in(&r, 2)) {                         /* [head][key], otherwise [key][head] */
+            t.k.token_stride = data == RA_Q8_0 ? D / 32 * 34 : D * (data == RA_F32 ? 4 : 2);
+            t.k.head_stride = KEYS * t.k.token_stride;
+            t.v = t.k;
+        }
         t.bias.keys = KEYS;
         t.bias.dtype = dtype;
         for (int j = 0; j < 3; j++) {                  /* the last call has both rows */
