@@ -264,7 +264,8 @@
  *            number of ranks either: layout.kind selects the order of sums, so set it on one rank
  *            too. (With RA_ORDER_ROUNDS those of a forward pass depend on ranks and chunks, with a
  *            block engine on chunks. d_sinks and d_bias are parts that you add up.) All of this
- *            also holds in a program compiled with -Ofast.
+ *            also holds in a program compiled with -Ofast. A NaN is a NaN in all of these cases,
+ *            but its sign and payload may differ.
  *   Rows     A row that sees no key is 0, and its LSE is -inf, or the sink where sinks are given.
  *            NaN in Q stays in its row. NaN in K or V reaches the rows that see it and no others,
  *            unless a bias hides it (see ra_bias). Values up to 1e28 stay finite: weights are as
