@@ -1135,7 +1135,7 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
  * Either every rank attends all queries to its own keys, or it gets the keys of others (or reads
  * them, with RA_CAP_SHARED), whichever costs less. Partial results of lanes merge in a fixed tree:
  * if `lanes` is set, bits depend neither on threads nor on what travels, the transport or ranks.
- * If not, 64 or more new tokens in shared memory are summed by position, as on one rank: faster. */
+ * If not, PASS_KV in shared memory with RA_FORM_AUTO sums 64 or more new tokens as on one rank. */
 typedef struct ra_cache ra_cache;
 /* OWN: a rank passes the queries of the new tokens whose positions it holds, and gets their
  * outputs. ALL: every rank passes the queries of all new tokens and gets all outputs. */
@@ -2415,7 +2415,7 @@ RA__INLINE void ra__rows_finish(const float *m, const float *l, int32_t n, float
  *   lse = log(exp(a) + exp(b)) = hi + log(1 + e)
  *   o   = (exp(a) o + exp(b) o2) / (exp(a) + exp(b)), with weights 1 / (1 + e) and e / (1 + e).
  * Nothing in this can overflow. A part whose lse is -inf is left out by a branch, because its o may
- * hold anything, and 0 * NaN is NaN. Swapping the parts gives the same bits. */
+ * hold anything, and 0 * NaN is NaN. Swapping the parts gives the same bits, or another NaN. */
 RA__INLINE void ra__merge_row(float *o, const float *o2, const double w[2], int32_t dim) {
     int32_t i;
     for (i = 0; i + 8 <= dim; i += 8) {
