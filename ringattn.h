@@ -22018,6 +22018,15 @@ static int64_t ra__tile_portions(const ra_cache *c, int64_t rows) {
     return portions;
 }
 
+/* The fewest rows of a portion of a pool: those of a run of a lane, or half of them if whole runs
+ * make fewer portions than there are ranks (or threads) to share them.
+ * PERF: 16 tokens of 8/2 heads, D 64, f32, over 64 to 4096 on 4 ranks, two processors of a Zen 5:
+ * four portions of 8 rows take 1.06 to 1.14 times as long as two of 16, which occupy two ranks. */
+static int64_t ra__pool_rows(const ra_cache *c) {
+    const int64_t n = c->ranks > 1 ? c->ranks : c->d.threads;
+    return ra__tile_portions(c, RA__LANE_BLOCK) < n ? RA__LANE_BLOCK / 2 : RA__LANE_BLOCK;
+}
+
 static double ra__larger(double a, double b) { return a > b ? a : b; }
 
 /* What a call would cost, by its counts and agreed fields alone, so that all ranks find the same.
@@ -22062,18 +22071,22 @@ static int ra__travel_count(const ra_cache *c, ra__travel_cost *x) {
 }
 
 /* Seconds of a call, roughly, if queries travel and if keys do. The rank with most rows attends
- * them to all keys, and if queries travel the rank with most keys attends all rows to them. Where
- * memory is shared ranks share the rows as far as there are portions. By known rates the keys of
- * all ranks but the last are computed with while others move. Queries and partial results take a
- * latency each, and nothing else is computed meanwhile. By unknown ones messages are copied by the
- * processors that compute.
+ * them to all keys, and if queries travel the rank with most keys attends all rows to them. By
+ * known rates the keys of all ranks but the last are computed with while others move. Queries and
+ * partial results take a latency each, and nothing else is computed meanwhile. By unknown ones
+ * messages are copied by the processors that compute. Where memory is shared ranks share the rows
+ * as far as there are portions. Each rank then gets an address from each other, and if queries
+ * travel the partial results cost as much as a stage of received keys.
  * PERF: 2 and 4 threads as ranks, 2 processors of a Zen 5, 8/2 heads of 64 in f32, 1 to 1024 new
  * and 0 to 32768 cached tokens, messages copied: 1 MB to a rank takes 40 to 90 us where caches hold
  * it, of keys and of partial results alike, and each stage of received keys about 9 us more. The
- * choice takes at most 1.09 times as long as the other; by bytes alone, with partial results three
- * times, it took up to 1.23. */
+ * choice takes at most 1.02 times as long as the best; by bytes alone, with partial results three
+ * times, it took up to 1.23. Memory shared: 16 tokens over 0 and 256 on 4 ranks took 1.2 and 1.35
+ * times as long while only as many portions as ranks made a pool. */
 #define RA__TRAVEL_BYTES_S 12.5e9
 #define RA__TRAVEL_STAGE_S 9e-6
+#define RA__TRAVEL_NOTES_S 3.5e-6
+#define RA__TRAVEL_HALVES 1.2
 #define RA__TRAVEL_FLOPS_S 1e11
 typedef struct ra__travel_times { double queries, keys; } ra__travel_times;
 static ra__travel_times ra__travel_time(const ra_cache *c, const ra__travel_cost *x) {
@@ -22086,35 +22099,47 @@ static ra__travel_times ra__travel_time(const ra_cache *c, const ra__travel_cost
     const double latency = known ? rates->link_latency_s : 0.0;
     const double rows_s = x->most_rows * x->keys * row_key;
     const double keys_s = x->rows * x->most_keys * row_key;
-    const int64_t portions = ra__max(1, ra__tile_portions(c, RA__LANE_BLOCK));
+    const int64_t rows = ra__pool_rows(c), portions = ra__max(1, ra__tile_portions(c, rows));
     ra__travel_times t;
     t.queries = 2 * latency + x->query_bytes / link + keys_s;
     t.keys = x->key_bytes / link;
-    if (c->shared) t.keys = x->rows * x->keys * row_key / (double)ra__min(c->ranks, portions);
-    else if (!known) t.keys += rows_s + x->stages * RA__TRAVEL_STAGE_S;
+    if (c->shared) {
+        t.queries += x->stages * RA__TRAVEL_STAGE_S;
+        t.keys = x->rows * x->keys * row_key / (double)ra__min(c->ranks, portions);
+        if (rows < RA__LANE_BLOCK) t.keys *= RA__TRAVEL_HALVES;
+        t.keys += 2 * latency + (c->ranks - 1) * RA__TRAVEL_NOTES_S;
+        return t;
+    }
+    if (!known) t.keys += rows_s + x->stages * RA__TRAVEL_STAGE_S;
     else if (x->stages > 0) t.keys += latency * (c->ranks / 2) + rows_s / (x->stages + 1);
-    if (known && !c->shared) t.keys = ra__larger(t.keys, rows_s);
+    if (known) t.keys = ra__larger(t.keys, rows_s);
     return t;
 }
 
 /* 1: a pool takes less time than queries and partial results that travel. That is so if its
- * portions of prompts occupy all ranks. In the form of decoding each rank had better read the keys
- * that are near it, unless there are few beside the partial results that RA_QUERIES_ALL sends to
- * all ranks. So the pool has batches with a sequence for each rank and no whole leaf in a lane,
- * which joint sequences would share.
+ * portions of prompts occupy all ranks. Fewer portions are compared by the model. In the form of
+ * decoding each rank had better read the keys that are near it, unless there are few beside the
+ * partial results that RA_QUERIES_ALL sends to all ranks. So the pool has batches with a sequence
+ * for each rank and no whole leaf in a lane, which joint sequences would share.
  * PERF: RA_QUERIES_ALL, 32/8 heads of 128 in bf16, 2 processors of a Zen 5. 16 sequences of 1 token
  * over 64, the faster of PASS_Q and MERGE -> pool: 2, 4, 8 ranks 204 -> 147, 397 -> 245, 481 -> 353
  * us; over 256 401 -> 334, 470 -> 436, 788 -> 707; over 1024 to 4096 0.94 to 1.03 of the time. 256
  * tokens of a prompt over 768 on 4 ranks 9.1 -> 6.4 ms. */
 static int ra__pool_pays(const ra_cache *c) {
+    const int64_t portions = ra__tile_portions(c, RA__LANE_BLOCK);
     int64_t live = 0, longest = 0;
+    ra__travel_cost x;
+    if (portions >= c->ranks) return 1;
+    if (c->cd.queries == RA_QUERIES_OWN) {
+        if (!portions || !ra__travel_count(c, &x)) return 0;
+        const ra__travel_times t = ra__travel_time(c, &x);
+        return t.keys < t.queries;
+    }
     for (int32_t b = 0; b < c->d.sequences; b++) {
         live += c->fresh[b] > 0;
         longest = ra__max(longest, ra__call_tokens(c, b));
     }
-    if (ra__tile_portions(c, RA__LANE_BLOCK) >= c->ranks) return 1;
-    return c->cd.queries == RA_QUERIES_ALL && live >= c->ranks &&
-           ra__lane_keys(c, 0, longest) < RA__LEAF;
+    return live >= c->ranks && ra__lane_keys(c, 0, longest) < RA__LEAF;
 }
 
 /* What travels: keys if that takes less time and there is memory for them. Every rank makes the
@@ -22454,7 +22479,7 @@ static ra_status ra__cache_check_tables(ra_cache *c, const ra_pages *p) {
 }
 
 /* Halves the portions of a pool until there are two per rank (or thread) that shares them, or one
- * if all portions have about the same number of keys.
+ * if all portions have about the same number of keys, or none may be cut any more.
  * PERF: 64 tokens of 8/2 heads, D 64, f32, over 32768 on 4 ranks, two processors of a Zen 5: 1.16
  * -> 1.03 times the time of PASS_Q, which cuts no rows; over 256 1.13 -> 1.02. */
 static void ra__pool_cut(ra_cache *c) {
@@ -22462,7 +22487,7 @@ static void ra__pool_cut(ra_cache *c) {
     int even = 1;
     for (int32_t b = 0; b < c->d.sequences; b++)
         even &= !c->fresh[b] || (c->cached[b] >= 4 * c->fresh[b] && c->cached[b] == c->cached[0]);
-    for (; c->portion_rows > RA__LANE_BLOCK; c->portion_rows /= 2) {
+    for (; c->portion_rows > ra__pool_rows(c); c->portion_rows /= 2) {
         const int64_t portions = ra__tile_portions(c, c->portion_rows);
         if (portions >= 2 * n || (even && portions == n)) return;
     }
@@ -24083,6 +24108,8 @@ RA__OPTIMIZE_END
 #undef RA__CLAIM_TURNS
 #undef RA__TRAVEL_BYTES_S
 #undef RA__TRAVEL_STAGE_S
+#undef RA__TRAVEL_NOTES_S
+#undef RA__TRAVEL_HALVES
 #undef RA__TRAVEL_FLOPS_S
 #undef RA__MESSAGE_S
 #undef RA__PRAGMA
