@@ -313,7 +313,7 @@ extern "C" {
 /* ========================================================================== API
  * Zero. Set a struct to {0} and then the fields that you need: 0 is the default, which the comment
  * of the field gives. Where a default could give wrong numbers (dtypes, mask.kind, head counts,
- * tokens) 0 is refused. "step" in a name marks the few distances whose 0 means "the same for all".
+ * tokens) 0 is refused. A distance with "step" in its name may be 0, "the same for all": set it.
  *
  * Agreed and local fields. AGREED fields must be equal on every rank. Every message carries a
  * 64-byte frame with a hash of these fields as you set them (0 is hashed as 0, not as the default)
@@ -325,8 +325,8 @@ extern "C" {
  * Units. Strides are bytes, dims are elements, positions are tokens, *_ns is nanoseconds and *_s
  * seconds. Shapes have B sequences, Hq and Hkv heads, and Dk and Dv elements per row of K and V.
  *
- * Lifetimes. Arrays of a descriptor are copied by ra_plan_create; one call on one rank reads them
- * during the call. Destroy rings first, then transports (worlds), then plans. */
+ * Lifetimes. ra_plan_create and ra_cache_create copy arrays of a descriptor; one call on one rank
+ * reads them during the call. Destroy rings first, then transports (worlds), then plans. */
 
 #define RINGATTN_VERSION 0x000200      /* major << 16 | minor << 8 | patch */
 #define RA_MAX_POSITION  2147483632    /* every position is below it: kernels use int32 */
@@ -418,8 +418,8 @@ enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4 };  /* flags */
 enum { RA_ORDER_DESCENDING = 1, RA_ORDER_ASCENDING = 2, RA_ORDER_ROUNDS = 3 };
 /* AUTO: at most 16 new (token, head) pairs per KV head take the decoding form, more the prefill
  * form; the two differ in the last bits. SAME: always the decoding form (if Hq / Hkv <= 16), so the
- * bits of a row depend on nothing but the row: tokens of a draft that are verified together are
- * those of plain decoding, however the prompt was cut. Prefill in bf16 takes twice as long. */
+ * bits of a row depend on the row alone (and a cache's lanes): verified drafts have the tokens of
+ * plain decoding, however prompts are cut. Prefill in bf16 takes twice as long. */
 enum { RA_FORM_AUTO, RA_FORM_SAME };
 /* What travels in a backward pass: K, V and their gradients, or Q, dO, LSE, delta and dQ. */
 enum { RA_TRAVEL_AUTO, RA_TRAVEL_KV, RA_TRAVEL_Q };
@@ -458,14 +458,15 @@ typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, he
 typedef struct ra_run { int64_t first, count, stride; } ra_run;
 
 /* Positions of the rows of one tensor. {0}: rows follow one another from position 0 (keys) or
- * d.q_offset (queries). The calls of one rank and RA_LAYOUT_ARRAY use them. Every sequence then has
- * the same number of rows: pad shorter ones with -1, and leave d.tokens_of and kv_tokens_of null. A
- * batch that decodes after n0 and n1 cached tokens: d.tokens 1, d.kv_tokens max(n0, n1) + 1,
- * q_pos.array {n0, n1}, count 1, batch_step 1.
+ * d.q_offset (queries, otherwise unused). For one rank and RA_LAYOUT_ARRAY. All sequences
+ * then have as many rows: pad with -1, and leave d.tokens_of and kv_tokens_of null. A batch that
+ * decodes after n0 and n1 cached tokens: d.tokens 1, d.kv_tokens max(n0, n1) + 1, q_pos.array
+ * {n0, n1}, count 1, batch_step 1.
  *
- * One cache whose cells belong to any of several sequences (llama.cpp's unified cache) is one
+ * One cache whose cells each belong to one of several sequences (llama.cpp's unified cache) is one
  * sequence of documents: a token at position p of sequence s, cached or new, has position
- * s * span + p, with a span of your choice and mask.doc_first = {0, span, 2 * span, ...}. */
+ * s * span + p, with a span of your choice and mask.doc_first = {0, span, 2 * span, ...}. Positions
+ * may exceed kv_tokens, the number of cells. Cells of several sequences at once need a bias. */
 typedef struct ra_positions {
     const ra_run  *runs;               /* either runs, one after the other, */
     const int32_t *array;              /* or one entry per row, in any order. -1 marks an empty
@@ -478,9 +479,9 @@ typedef struct ra_positions {
 
 /* -------------------------------------------------------------------------- pages
  * If d.page_tokens is set, K and V are pools of pages [count][page_tokens][Hkv][D], with
- * batch_stride from page to page. Row r of sequence b is row (first + r) % page_tokens of page
- * table[b * batch_step + (first + r) / page_tokens]. Pages are read in place, and the bits are
- * those of rows without pages. Sequences may share pages: a prefix is stored once. */
+ * batch_stride from page to page (0: packed). Row r of sequence b is row (first + r) % page_tokens
+ * of page table[b * batch_step + (first + r) / page_tokens]. Pages are read in place, with the bits
+ * of rows without pages. Sequences may share pages: a prefix is stored once. */
 typedef struct ra_pages {
     const int32_t *table;              /* page numbers, 0..count - 1, for all rows, seen or not */
     int64_t batch_step;                /* entries from one sequence to the next; 0: one table */
@@ -630,7 +631,7 @@ typedef struct ra_desc {
                                         * time, up to 4096; 0: 1. Set it to the number of your
                                         * engine's threads: others find no work. ra_attention
                                         * ignores it and takes nth */
-    int32_t isa;                       /* RA_ISA_*; 0: the fastest of this machine */
+    int32_t isa;                       /* RA_ISA_*; 0: the fastest here. Shared caches: AGREED */
     int32_t page_tokens;               /* rows per page (see ra_pages), a multiple of 16; 0: no
                                         * pages. Not for plans and not for gradients */
     const struct ra_engine *engine;    /* null: our kernels. Read until the plan is destroyed */
@@ -772,9 +773,9 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
 
 /* Bytes of workspace for ra_attention and ra_fold on nth threads, 1..4096; 0: d or nth is refused,
  * see *d->error. Allocate once, for the largest call: the bytes suffice for every call with the
- * same heads, dims, dtypes, scores, mask, layout and dropout that has at most as many threads,
- * sequences, tokens and keys (kv_tokens; if that is 0, tokens + q_offset: for a growing cache set
- * kv_tokens to its capacity here). They are 300 KiB (D 64) to some MiB per thread. */
+ * same heads, dims, dtypes, scores, mask, layout, dropout and isa (with pages, if d has them) that
+ * has at most as many threads, sequences, tokens and keys (kv_tokens; if that is 0, tokens +
+ * q_offset: for a growing cache set its capacity here). 300 KiB to some MiB per thread. */
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
 
 /* Writes t->o and t->lse: attention on one rank, of tokens query rows at t->q_pos over kv_tokens
@@ -1125,12 +1126,12 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
  * [Hkv][Dk or Dv] on each rank. Positions belong to lanes in runs of 16 (run i to lane i mod
  * lanes), and every rank holds a range of lanes, so shards stay balanced while sequences grow, and
  * no position ever changes its owner. A call says how many tokens of each sequence are cached and
- * how many are new. It plans and allocates nothing. To roll back, pass a smaller count. A
- * batch_stride of 0 of K and V is ra_cache_rows rows. With pages (ra_pages; page_tokens may differ
- * between ranks) a table covers these rows. Entries of rows that are not stored yet are not read,
- * and those of pages that no row of the call sees may be -1. A prefix in the same pages is read
- * once for up to 16 Hkv / Hq sequences b, b + 1, .. that have one new token each, if queries travel
- * (or on one rank), in units of 1024 rows of a lane: from about 1024 * lanes tokens on.
+ * how many are new. It plans and allocates nothing. To roll back, pass a smaller count; for drafts
+ * with the bits of plain decoding set d.form to RA_FORM_SAME. A batch_stride of 0 of K and V is
+ * ra_cache_rows rows. With pages (page_tokens may differ between ranks) a table covers these rows.
+ * Entries of rows that are not stored yet are not read; those of pages that no row of the call sees
+ * may be -1. A prefix in the same pages is read once for up to 16 Hkv / Hq sequences b, b + 1, ..
+ * with one new token each, if queries travel, in units of 1024 rows of a lane.
  *
  * Either every rank attends all queries to its own keys, or it gets the keys of others (or reads
  * them, with RA_CAP_SHARED), whichever costs less. Partial results of lanes merge in a fixed tree:
@@ -1142,8 +1143,8 @@ typedef struct ra_cache ra_cache;
 enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
 /* What travels. PASS_Q: queries to all ranks (ALL: none), partial results to the ranks of their
  * rows. MERGE: the same, but a rank merges some heads of all rows and sends the sums on. PASS_KV:
- * keys and values to the queries, for OWN alone; with RA_CAP_SHARED nothing (same d->isa). AUTO: by
- * time (d->rates if set) and memory; with RA_CAP_SHARED PASS_KV for prompts and short batches. */
+ * keys and values to the queries, for OWN; with RA_CAP_SHARED nothing, for ALL too. AUTO: by time
+ * (d->rates if set) and memory; with RA_CAP_SHARED PASS_KV for prompts and short batches. */
 enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV, RA_INFER_MERGE };
 typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the first four */
     int64_t new_tokens;                /* most new tokens of a call; 0: sequences * tokens */
@@ -1218,7 +1219,7 @@ typedef struct ra_infer_report {
     int64_t q_rows, keys;              /* rows of t->q, and keys held here, of all sequences */
     int64_t messages_in, messages_out, bytes_in, bytes_out; /* of this rank; bytes with frames */
     double queries_s, keys_s;          /* predicted, if these travel; 0: no model (ALL, one rank) */
-    int32_t bits_any_call;             /* 1: the bits of a row depend on nothing but the row */
+    int32_t bits_any_call;             /* 1: a row has the same bits in any call with these lanes */
 } ra_infer_report;
 RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const int64_t *fresh,
                                       ra_infer_report *out);
@@ -22640,7 +22641,7 @@ static ra__frame ra__cache_frame(const ra_cache *c, int32_t kind, int32_t origin
  * topics and, after those, of counts. */
 static ra_status ra__cache_check_frame(ra_cache *c, const ra__swap *x) {
     static const char *const name[RA__AGREE_TOPICS + 2] = {
-        "sizes or cache.new_tokens", "dtypes", "mask", "layout.weights or cache.lanes",
+        "(kv_)tokens, dims or cache.new_tokens", "dtypes", "mask", "layout.weights or cache.lanes",
         "scale, softcap, scores, alibi or sinks", "cache.queries or cache.travel",
         "form, isa, rates or transport", "cached or fresh", "an agreed field" };
     const ra_transport_op *in = &x->side[RA__SWAP_IN].op;

@@ -1764,7 +1764,7 @@ enum { APART_QUERIES, APART_FRESH, APART_CACHED, APART_MASK, APART_LANES, APART_
        APART_SINKS, APART_FORM, APART_RATES, APART_ISA, APART_MAX_MSG, APARTS };
 static const char *const apart_field[APARTS] = {
     "cache.queries", "cached or fresh", "cached or fresh", "mask", "cache.lanes", "cache.lanes",
-    "cache.travel", "cache.new_tokens", "sizes", "dtypes", "scale", "alibi", "sinks", "form",
+    "cache.travel", "cache.new_tokens", "(kv_)tokens", "dtypes", "scale", "alibi", "sinks", "form",
     "rates", "isa", "transport" };
 enum { APART_RANKS = 3 };
 typedef struct apart {
