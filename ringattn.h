@@ -1565,7 +1565,7 @@ RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_h
 #if !defined(__clang__) && defined(__OPTIMIZE__) && !defined(__OPTIMIZE_SIZE__)
 #pragma GCC optimize("no-tree-vrp", "no-tree-pre", "no-gcse", "no-tree-slp-vectorize",          \
                      "no-tree-loop-vectorize", "no-schedule-insns2", "no-rerun-cse-after-loop",  \
-                     "no-tree-tail-merge", "no-optimize-strlen")
+                     "no-tree-tail-merge", "no-optimize-strlen", "no-tree-ccp", "no-dse")
 #define RA__PRAGMA(x) _Pragma(#x)
 #define RA__OPTIMIZE_BEGIN(how)                                                                  \
     RA__PRAGMA(GCC push_options)                                                                 \
@@ -5673,7 +5673,7 @@ RA__ISA_INLINE void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
 
 #include RINGATTN_SELF
 
-RA__OPTIMIZE_BEGIN("tree-vrp")
+RA__OPTIMIZE_BEGIN("tree-vrp,tree-ccp")
 
 /* ========================================================================== AVX512 BF16
  * The tile body for q, k and v of bf16. Here and in AMX a pair is two bf16 in one lane. Products of
