@@ -3059,6 +3059,7 @@ typedef struct RA__NAME(strip) {
     float shift[RA__SLAB];             /* u, see above */
     float sum[RA__SLAB];               /* of p over the block */
     RA__MASK seen[RA__VECTORS];        /* partial: rows that see a key of the block */
+    RA__MASK sees[RA_BLOCK_TOKENS][RA__VECTORS];     /* partial: rows that see this key */
 } RA__NAME(strip);
 
 /* The product of a matrix A, whose elements are broadcast, and a matrix B, read in vectors. Strides
@@ -3281,15 +3282,27 @@ RA__ISA_NOINLINE void RA__NAME(adjust_tile)(RA__NAME(strip) *strip, const float 
                 else if (score.bias) b = RA__NAME(set)(strip->key_bias[j + i]);
                 x = RA__NAME(modify)(&score, x, RA__NAME(distance)(geo->pos + row, pos), b);
             }
-            if (strip->partial) {
-                RA__MASK seen = RA__NAME(sees)(geo, row, pos);
-                strip->seen[t] = RA__NAME(any_of)(strip->seen[t], seen);
-                x = RA__NAME(select)(seen, x, RA__NAME(set)(ra__neg_inf()));
-            }
+            if (strip->partial)
+                x = RA__NAME(select)(strip->sees[j + i][t], x, RA__NAME(set)(ra__neg_inf()));
             top = RA__NAME(max)(top, x);
             RA__NAME(store)(s, x);
         }
         RA__NAME(store)(strip->max + at, top);
+    }
+}
+
+/* Scores of keys [j, end) become p, and p is summed. */
+RA__ISA_NOINLINE void RA__NAME(weigh)(RA__NAME(strip) *strip, int32_t j, int32_t end) {
+    for (int32_t t = 0; t < strip->nt; t++) {
+        RA__FLOATS shift = RA__NAME(load)(strip->shift + t * RA__WIDTH);
+        RA__FLOATS sum = RA__NAME(load)(strip->sum + t * RA__WIDTH);
+        float *s = strip->s + j * RA__SLAB + t * RA__WIDTH;
+        for (int32_t i = j; i < end; i++, s += RA__SLAB) {
+            RA__FLOATS p = RA__NAME(exp2)(RA__NAME(load)(s) - shift);
+            RA__NAME(store)(s, p);
+            sum = sum + p;
+        }
+        RA__NAME(store)(strip->sum + t * RA__WIDTH, sum);
     }
 }
 
@@ -3318,28 +3331,17 @@ RA__ISA_INLINE void RA__NAME(tile_modify)(const RA__NAME(strip) *strip, int32_t 
 }
 
 /* Scores c of ni keys from key j on become -inf where a row does not see the key. */
-RA__ISA_INLINE void RA__NAME(tile_mask)(RA__NAME(strip) *strip, int32_t j,
+RA__ISA_INLINE void RA__NAME(tile_mask)(const RA__NAME(strip) *strip, int32_t j,
                                         RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t nt) {
-    const ra__rows *geo = strip->panel->geo;
-    const int32_t *pos = strip->keys->pos + j;
-    RA__UNROLL for (int32_t t = 0; t < nt; t++) {
-        const int32_t row = strip->row + t * RA__WIDTH;
-        RA__INTS lo = RA__NAME(load_int)(geo->lo + row), hi = RA__NAME(load_int)(geo->hi + row);
-        RA__MASK any = strip->seen[t];
-        RA__UNROLL for (int32_t i = 0; i < ni; i++) {
-            RA__MASK seen = RA__NAME(none)();
-            if (strip->keep) seen = RA__NAME(sees)(geo, row, pos[i]);
-            else if (pos[i] >= 0) seen = RA__NAME(within)(lo, hi, pos[i]);
-            any = RA__NAME(any_of)(any, seen);
-            c[i][t] = RA__NAME(select)(seen, c[i][t], RA__NAME(set)(ra__neg_inf()));
-        }
-        strip->seen[t] = any;
-    }
+    RA__FLOATS low = RA__NAME(set)(ra__neg_inf());
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++)
+            c[i][t] = RA__NAME(select)(strip->sees[j + i][t], c[i][t], low);
 }
 
-/* Scores, or p, of ni keys from key j on. */
+/* Scores, or p, of ni keys from key j on. rare: not worth code that keeps scores in registers. */
 RA__ISA_INLINE void RA__NAME(score_tile)(RA__NAME(strip) *strip, int32_t k_dim, int32_t j,
-                                         int32_t ni, int32_t nt) {
+                                         int32_t ni, int32_t nt, int32_t rare) {
     RA__NAME(product) ab;
     RA__FLOATS c[8][RA__VECTORS], sum[8][RA__VECTORS];
     float *part = (float *)(void *)sum, *s = strip->s + j * RA__SLAB;
@@ -3347,9 +3349,10 @@ RA__ISA_INLINE void RA__NAME(score_tile)(RA__NAME(strip) *strip, int32_t k_dim, 
     ab.row = strip->keys->k_stride / 4;
     ab.b = RA__NAME(panel_row)(strip->panel->q, strip->row, k_dim);
     RA__NAME(multiply_long)(&ab, k_dim, part, RA__SLAB, c, ni, nt);
-    if (nt > 1 && ni > 1 && !strip->capped) {
+    if (!rare && !strip->capped) {
         if (strip->modified) RA__NAME(tile_modify)(strip, j, c, ni, nt);
-        if (strip->partial) RA__NAME(tile_mask)(strip, j, c, ni, nt);
+        if (strip->partial && (RA__VECTORS == 2 || nt < RA__VECTORS))
+            RA__NAME(tile_mask)(strip, j, c, ni, nt);
         RA__UNROLL for (int32_t t = 0; t < nt; t++) {
             if (strip->stored) RA__NAME(tile_scores)(strip, s, c, ni, t);
             else RA__NAME(tile_weights)(strip, s, c, ni, t);
@@ -3360,6 +3363,7 @@ RA__ISA_INLINE void RA__NAME(score_tile)(RA__NAME(strip) *strip, int32_t k_dim, 
         RA__UNROLL for (int32_t t = 0; t < nt; t++)
             RA__NAME(store)(part + i * RA__SLAB + t * RA__WIDTH, c[i][t]);
     RA__NAME(adjust_tile)(strip, part, j, ni);
+    if (!strip->stored) RA__NAME(weigh)(strip, j, j + ni);
 }
 
 /* Scores, or p, of all keys; the last few in smaller tiles. */
@@ -3368,15 +3372,16 @@ RA__ISA_INLINE void RA__NAME(score_tiles)(RA__NAME(strip) *strip, int32_t k_dim,
     const int32_t rows = nt * RA__WIDTH;
     int32_t j = strip->first;
     for (; strip->last - j >= ni; j += ni) {
-        RA__NAME(score_tile)(strip, k_dim, j, ni, nt);
+        RA__NAME(score_tile)(strip, k_dim, j, ni, nt, nt == 1);
         ra__prefetch_some(strip->panel->prefetch);
         if (strip->panel->score.bias)
             ra__prefetch_bias(strip->next, strip->next_pos,
                               strip->row + rows * j / RA_BLOCK_TOKENS,
                               strip->row + rows * (j + ni) / RA_BLOCK_TOKENS);
     }
-    for (; ni > 4 && strip->last - j >= 4; j += 4) RA__NAME(score_tile)(strip, k_dim, j, 4, nt);
-    for (; j < strip->last; j++) RA__NAME(score_tile)(strip, k_dim, j, 1, nt);
+    for (; ni > 4 && strip->last - j >= 4; j += 4)
+        RA__NAME(score_tile)(strip, k_dim, j, 4, nt, ni == 8);
+    for (; j < strip->last; j++) RA__NAME(score_tile)(strip, k_dim, j, 1, nt, 1);
 }
 
 RA__ISA_NOINLINE void RA__NAME(scores)(RA__NAME(strip) *strip, int32_t k_dim) {
@@ -3394,22 +3399,6 @@ RA__ISA_STATIC void RA__NAME(strip_bias)(RA__NAME(strip) *strip) {
                             strip->last, strip->s + t * RA__WIDTH, RA__SLAB, 0);
     for (int32_t j = strip->first; j < strip->last && !score->bias_row_stride; j++)
         strip->key_bias[j] = ra__bias_at(score, 0, strip->keys->pos[j]);
-}
-
-/* Scores become p, and p is summed. */
-RA__ISA_NOINLINE void RA__NAME(weigh)(RA__NAME(strip) *strip) {
-    int32_t n = strip->last - strip->first;
-    for (int32_t t = 0; t < strip->nt; t++) {
-        RA__FLOATS shift = RA__NAME(load)(strip->shift + t * RA__WIDTH);
-        RA__FLOATS sum = RA__NAME(set)(0.0f);
-        float *s = strip->s + strip->first * RA__SLAB + t * RA__WIDTH;
-        for (int32_t j = 0; j < n; j++, s += RA__SLAB) {
-            RA__FLOATS p = RA__NAME(exp2)(RA__NAME(load)(s) - shift);
-            RA__NAME(store)(s, p);
-            sum = sum + p;
-        }
-        RA__NAME(store)(strip->sum + t * RA__WIDTH, sum);
-    }
 }
 
 /* Sets the shift from m. Returns nonzero if some row has no maximum yet. */
@@ -3461,6 +3450,7 @@ RA__ISA_NOINLINE void RA__NAME(raise_max)(RA__NAME(strip) *strip, int32_t v_dim,
         }
         RA__NAME(store)(m, next);
         RA__NAME(store)(strip->shift + t * RA__WIDTH, RA__NAME(shift_of)(next));
+        RA__NAME(store)(strip->sum + t * RA__WIDTH, RA__NAME(set)(0.0f));
     }
 }
 
@@ -3468,7 +3458,6 @@ RA__ISA_NOINLINE void RA__NAME(raise_max)(RA__NAME(strip) *strip, int32_t v_dim,
 RA__ISA_STATIC void RA__NAME(find_scores)(RA__NAME(strip) *strip, const ra_desc *d) {
     for (int32_t t = 0; t < strip->nt; t++) {
         RA__NAME(store)(strip->max + t * RA__WIDTH, RA__NAME(set)(ra__neg_inf()));
-        strip->seen[t] = RA__NAME(none)();
     }
     if (strip->panel->score.bias) RA__NAME(strip_bias)(strip);
     RA__NAME(scores)(strip, d->k_dim);
@@ -3481,7 +3470,7 @@ RA__ISA_STATIC void RA__NAME(weigh_stored)(RA__NAME(strip) *strip, const ra_desc
     strip->stored = 1;
     RA__NAME(find_scores)(strip, d);
     RA__NAME(raise_max)(strip, d->v_dim, again);
-    RA__NAME(weigh)(strip);
+    RA__NAME(weigh)(strip, strip->first, strip->last);
 }
 
 /* Computes p of the block and updates m and l. Scores become p in registers, except where a row
@@ -3558,11 +3547,9 @@ RA__ISA_NOINLINE void RA__NAME(values_dirty)(RA__NAME(strip) *strip, int32_t v_d
         for (int32_t t = 0; t < strip->nt; t++) {
             RA__FLOATS sum = RA__NAME(set)(0.0f);
             for (int32_t j = strip->first; j < strip->last; j++) {
-                RA__MASK seen = RA__NAME(sees)(strip->panel->geo, strip->row + t * RA__WIDTH,
-                                               keys->pos[j]);
                 RA__FLOATS p = RA__NAME(load)(strip->s + j * RA__SLAB + t * RA__WIDTH);
                 RA__FLOATS v = RA__NAME(set)(ra__value_row(keys, j)[d]);
-                sum = RA__NAME(select)(seen, RA__NAME(fma)(v, p, sum), sum);
+                sum = RA__NAME(select)(strip->sees[j][t], RA__NAME(fma)(v, p, sum), sum);
             }
             RA__NAME(accumulate)(strip, acc + d * RA__SLAB, t, sum);
         }
@@ -3572,6 +3559,25 @@ RA__ISA_NOINLINE void RA__NAME(values_dirty)(RA__NAME(strip) *strip, int32_t v_d
 RA__ISA_INLINE int32_t RA__NAME(vectors_of)(int32_t rows) {
     if (rows <= RA__WIDTH) return 1;
     return RA__VECTORS > 2 && rows <= RA__WIDTH * (RA__VECTORS / 2) ? RA__VECTORS / 2 : RA__VECTORS;
+}
+
+/* Finds which rows of the strip see which of its keys. */
+RA__ISA_NOINLINE void RA__NAME(find_seen)(RA__NAME(strip) *strip) {
+    const ra__rows *geo = strip->panel->geo;
+    const int32_t *pos = strip->keys->pos;
+    for (int32_t t = 0; t < strip->nt; t++) {
+        const int32_t row = strip->row + t * RA__WIDTH;
+        RA__INTS lo = RA__NAME(load_int)(geo->lo + row), hi = RA__NAME(load_int)(geo->hi + row);
+        RA__MASK any = RA__NAME(none)();
+        for (int32_t j = strip->first; j < strip->last; j++) {
+            RA__MASK sees = RA__NAME(none)();
+            if (strip->keep) sees = RA__NAME(sees)(geo, row, pos[j]);
+            else if (pos[j] >= 0) sees = RA__NAME(within)(lo, hi, pos[j]);
+            any = RA__NAME(any_of)(any, sees);
+            strip->sees[j][t] = sees;
+        }
+        strip->seen[t] = any;
+    }
 }
 
 /* Finds the first and the last key that rows of the strip see, rounded to multiples of 4, so that
@@ -3614,6 +3620,7 @@ RA__ISA_STATIC void RA__NAME(fold_block)(RA__NAME(strip) *strip, const ra_desc *
             strip->nt = RA__VECTORS / 2;
         RA__NAME(find_keys)(strip);
         if (strip->first == strip->last) continue;
+        if (strip->partial) RA__NAME(find_seen)(strip);
         RA__NAME(softmax)(strip, d);
         if (strip->panel->drop.threshold)
             ra__drop_apply(strip->panel, strip->keys, strip->row, strip->nt * RA__WIDTH, strip->s,
