@@ -4013,7 +4013,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_biases)(const ra__decode_rows *rows,
     const int32_t n = keys->n, count = rows->count;
     float line[4][RA_BLOCK_TOKENS];
     const float *row[4];
-    RA__UNROLL for (int32_t r = 0; r < 4; r++)
+    for (int32_t r = 0; r < 4; r++)
         row[r] = RA__NAME(decode_bias_row)(&rows->score[r < count ? r : 0], keys, run, line[r]);
     if (rows->one_row) {
         RA__NAME(store)(to + n / RA__WIDTH * RA__WIDTH, RA__NAME(set)(0.0f));
