@@ -7333,29 +7333,31 @@ typedef struct ra__q8_weights {
     float quantum[4 * RA__Q8_BLOCKS];  /* [block][row] */
 } ra__q8_weights;
 
-/* Rows of 16 keys of K or V. If all exist, four[i] is that of key 4 i; otherwise row[i] is that of
- * key i, or of the last one. */
+/* Rows of 16 keys of K or V; four[i] is that of key 4 i. */
 typedef struct ra__q8_rows {
-    const uint8_t *four[4], *row[RA__Q8_KEYS];
+    const uint8_t *four[4];
     int64_t stride;
 } ra__q8_rows;
-/* Advances to the next 16 keys, all of which exist. */
+
+/* Advances to the next 16 keys. */
 RA__Q8_INLINE void ra__q8_next_rows(ra__q8_rows *x) {
     RA__UNROLL for (int32_t i = 0; i < 4; i++) x->four[i] += RA__Q8_KEYS * x->stride;
 }
 
-
-RA__Q8_INLINE void ra__q8_find_rows(ra__q8_rows *x, const uint8_t *first, int64_t stride, int32_t n,
-                                    const int32_t whole) {
+RA__Q8_INLINE void ra__q8_find_rows(ra__q8_rows *x, const uint8_t *first, int64_t stride) {
     x->stride = stride;
     RA__UNROLL for (int32_t i = 0; i < 4; i++) x->four[i] = first + 4 * i * stride;
-    for (int32_t i = 0; i < RA__Q8_KEYS && !whole; i++)
-        x->row[i] = first + (i < n ? i : n - 1) * stride;
 }
 
-RA__Q8_INLINE const uint8_t *ra__q8_row(const ra__q8_rows *x, const int32_t i, int64_t at,
-                                        const int32_t whole) {
-    return whole ? x->four[i / 4] + at + i % 4 * x->stride : x->row[i] + at;
+RA__Q8_INLINE const uint8_t *ra__q8_row(const ra__q8_rows *x, const int32_t i, int64_t at) {
+    return x->four[i / 4] + at + i % 4 * x->stride;
+}
+
+/* Copies n < 16 rows of `bytes` bytes, and the last one for each key that does not exist. */
+RA__NOINLINE RA__Q8_TARGET void ra__q8_copy_rows(uint8_t *to, const uint8_t *from, int64_t stride,
+                                                 int32_t n, int32_t bytes) {
+    for (int32_t i = 0; i < RA__Q8_KEYS; i++, to += bytes)
+        memcpy(to, from + (i < n ? i : n - 1) * stride, (size_t)bytes);
 }
 
 /* Prefetches lines [from, from + n) of each stream, counting from where it is. The arithmetic in
@@ -7385,13 +7387,12 @@ RA__Q8_INLINE __m512i ra__q8_join(const uint8_t *a, const uint8_t *b) {
  * half[h] is of key 8 h + i and the first block, word 17 + i of the second. Each key is loaded from
  * an address that puts its scales at their words, so that nothing has to be moved. Masked bytes
  * need not exist. */
-RA__Q8_INLINE void ra__q8_scales(__m512i *half, const ra__q8_rows *x, int64_t at, int32_t both,
-                                 const int32_t whole) {
+RA__Q8_INLINE void ra__q8_scales(__m512i *half, const ra__q8_rows *x, int64_t at, int32_t both) {
     __mmask32 m = both ? 0x20001 : 1;
     RA__UNROLL for (int32_t h = 0; h < 2; h++) half[h] = _mm512_setzero_si512();
     for (int32_t i = 0; i < 8; i++) {
         RA__UNROLL for (int32_t h = 0; h < 2; h++) {
-            const uint8_t *row = whole ? x->four[2 * h] + i * x->stride : x->row[8 * h + i];
+            const uint8_t *row = x->four[2 * h] + i * x->stride;
             half[h] = _mm512_mask_loadu_epi16(half[h], m, row + at - 2 * i);
         }
         m <<= 1;
@@ -7401,13 +7402,13 @@ RA__Q8_INLINE void ra__q8_scales(__m512i *half, const ra__q8_rows *x, int64_t at
 /* Loads 32 dims of 8 keys: x[2 i + h] gets dims 8 i to 8 i + 7 of keys 8 h to 8 h + 7 as unsigned
  * bytes. A key has two adjacent lanes. Their sums, joined from both h, are in lane order. */
 RA__Q8_INLINE void ra__q8_load_keys(__m512i *x, const ra__q8_rows *rows, int64_t at,
-                                    const int32_t h, const int32_t whole) {
+                                    const int32_t h) {
     const __m512i flip = _mm512_set1_epi8(-128);
     __m512i y[4], z[4];
     RA__UNROLL for (int32_t i = 0; i < 4; i++) {
         const int32_t j = 8 * h + i % 2 * 4 + i / 2 * 2;
-        y[i] = _mm512_xor_si512(flip, ra__q8_join(ra__q8_row(rows, j, at, whole),
-                                                  ra__q8_row(rows, j + 1, at, whole)));
+        y[i] = _mm512_xor_si512(flip, ra__q8_join(ra__q8_row(rows, j, at),
+                                                  ra__q8_row(rows, j + 1, at)));
     }
     RA__UNROLL for (int32_t i = 0; i < 2; i++) {
         z[i] = _mm512_unpacklo_epi64(y[2 * i], y[2 * i + 1]);
@@ -7452,20 +7453,20 @@ RA__Q8_INLINE void ra__q8_transpose(__m512 *v) {
     v[3] = _mm512_shuffle_ps(b, d, 0xee);
 }
 
-/* Scores [key][4 rows] of units of 16 keys, `units` of them if they are whole, otherwise one.
- * Missing rows have 0. Keys of a block are loaded beside the products of the block before. */
-RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decode_keys *keys,
-                                    int32_t j, float *s, int32_t units, const int32_t whole) {
+/* Scores [key][4 rows] of units of 16 keys from k on. Missing rows have 0. Keys of a block are
+ * loaded beside the products of the block before. */
+RA__NOINLINE RA__Q8_TARGET void ra__q8_scores_of(const ra__decode_rows *rows, const uint8_t *keys,
+                                                 int64_t stride, ra__stream *streams, float *s,
+                                                 int32_t units) {
     const __m256i lanes = _mm256_setr_epi16(0, 4, 32, 36, 1, 5, 33, 37, 2, 6, 34, 38,
                                             3, 7, 35, 39);
     const int32_t blocks = rows->d->k_dim / 32, n = rows->count;
     const ra__q8_queries *const first = (const ra__q8_queries *)(const void *)rows->q;
-    ra__stream *streams = keys->streams;
     uintptr_t at_line[2] = { 0, 0 };
     ra__q8_rows x;
     __m512i k[8], next[8], half[2];
-    ra__q8_find_rows(&x, keys->k + j * keys->k_stride, keys->k_stride, keys->n - j, whole);
-    RA__UNROLL for (int32_t h = 0; h < 2; h++) ra__q8_load_keys(next, &x, 2, h, whole);
+    ra__q8_find_rows(&x, keys, stride);
+    RA__UNROLL for (int32_t h = 0; h < 2; h++) ra__q8_load_keys(next, &x, 2, h);
     for (int32_t g = 0; g < units; g++, s += 4 * RA__Q8_KEYS) {
         const ra__q8_queries *q = first;
         __m512 sum[4];
@@ -7475,7 +7476,7 @@ RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decod
                 _mm256_add_epi16(lanes, _mm256_set1_epi16((int16_t)(b % 2 * 17))));
             int64_t at = (int64_t)b * RA__Q8_BYTES;
             ra__q8_advance(at_line, streams, 4 + b % 2);
-            if (b % 2 == 0) ra__q8_scales(half, &x, at, b + 1 < blocks, whole);
+            if (b % 2 == 0) ra__q8_scales(half, &x, at, b + 1 < blocks);
             const __m512 scale = _mm512_cvtph_ps(_mm512_castsi512_si256(
                 _mm512_permutex2var_epi16(half[0], where, half[1])));
             at += b + 1 < blocks ? RA__Q8_BYTES : 0;
@@ -7486,7 +7487,7 @@ RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decod
             RA__UNROLL for (int32_t i = 0; i < 8; i++) k[i] = next[i];
             RA__UNROLL for (int32_t r = 0; r < 4; r++) {
                 if (r < n) sum[r] = ra__q8_dot(q, r, k, scale, sum[r]);
-                if (r % 2 == 0) ra__q8_load_keys(next, &x, at + 2, r / 2, whole);
+                if (r % 2 == 0) ra__q8_load_keys(next, &x, at + 2, r / 2);
                 if (streams) ra__q8_prefetch(at_line, r, 1);
             }
             if (streams && b % 2) ra__q8_prefetch(at_line, 4, 1); /* 2 blocks: 17 lines */
@@ -7498,11 +7499,21 @@ RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decod
     }
 }
 
+/* The same of the keys from key j on, of which some of a unit do not exist. */
+RA__NOINLINE RA__Q8_TARGET void ra__q8_scores_rest(const ra__decode_rows *rows,
+                                                   const ra__decode_keys *keys, int32_t j,
+                                                   float *s) {
+    const int32_t bytes = rows->d->k_dim / 32 * RA__Q8_BYTES;
+    uint8_t copy[RA__Q8_KEYS * RA__Q8_BYTES * 32]; /* of up to 1024 dims */
+    ra__q8_copy_rows(copy, keys->k + j * keys->k_stride, keys->k_stride, keys->n - j, bytes);
+    ra__q8_scores_of(rows, copy, bytes, keys->streams, s, 1);
+}
+
 RA__NOINLINE RA__Q8_TARGET void ra__q8_scores(const ra__decode_rows *rows,
                                               const ra__decode_keys *keys, float *s) {
     const int32_t units = keys->n / RA__Q8_KEYS, j = units * RA__Q8_KEYS;
-    if (units) ra__q8_scores_of(rows, keys, 0, s, units, 1);
-    if (j < keys->n) ra__q8_scores_of(rows, keys, j, s + 4 * j, 1, 0);
+    if (units) ra__q8_scores_of(rows, keys->k, keys->k_stride, keys->streams, s, units);
+    if (j < keys->n) ra__q8_scores_rest(rows, keys, j, s + 4 * j);
 }
 
 RA__Q8_INLINE __m512i ra__q8_tops_of_halves(__m512i a, __m512i b) {
@@ -7511,14 +7522,14 @@ RA__Q8_INLINE __m512i ra__q8_tops_of_halves(__m512i a, __m512i b) {
 
 /* scale[block][i]: of keys 4 i to 4 i + 3, each 4 times. Returns 1 if some are negative. */
 RA__Q8_INLINE int32_t ra__q8_spread(__m512 (*scale)[4], const ra__q8_rows *x, int64_t at,
-                                    int32_t blocks, const int32_t whole) {
+                                    int32_t blocks) {
     const __m512i pack = _mm512_castsi256_si512(
         _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 17, 18, 19, 20, 21, 22, 23, 24));
     const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     __m512i half[2][2], all = _mm512_setzero_si512();
     RA__UNROLL for (int32_t e = 0; e < 2; e++)
         ra__q8_scales(half[e], x, blocks > 2 * e ? at + 2 * e * RA__Q8_BYTES : at,
-                      blocks > 2 * e + 1, whole);
+                      blocks > 2 * e + 1);
     RA__UNROLL for (int32_t h = 0; h < 4; h++) {
         const __m512 y = _mm512_cvtph_ps(_mm512_castsi512_si256(
             _mm512_permutexvar_epi16(pack, half[h / 2][h % 2])));
@@ -7540,17 +7551,19 @@ typedef struct ra__q8_work {
     int32_t fresh;                     /* 1: acc has no sums yet */
     float *total;                      /* not null: these are all keys of a block, whose sums are
                                         * added to total, [blocks][4 rows][32 dims] */
-    uint64_t seen;                     /* bit 4 j + r: row r sees key j; if a unit is not whole */
+    int32_t masked;                    /* 1: a row may not see some key, or keys are missing */
+    uint64_t seen;                     /* masked: bit 4 j + r: row r sees key j of its unit */
 } ra__q8_work;
 
-/* Weights of unit g: p [16 keys][4 rows] times the scales of V, of keys whose scale has this sign
- * and which the row sees. Returns 1 if some scale has the other sign. The quantum is a power of
- * two, 2^-15 of that of the largest weight. Adding 2^23 quanta leaves the number of quanta in the
- * low bits. NaN is the largest of all integers here, so that the quantum becomes NaN. */
+/* Weights of unit g: p [16 keys][4 rows] times the scales of V. some 1: of keys whose scale has
+ * this sign and which the row sees; returns 1 if some scale has the other sign. some 0: of all
+ * keys; returns 1 if they are wrong, because some scale is negative. The quantum is a power of two,
+ * 2^-15 of that of the largest weight. Adding 2^23 quanta leaves the number of quanta in the low
+ * bits. NaN is the largest of all integers here, so that the quantum becomes NaN. */
 RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float *p,
-                                   int32_t negative, const int32_t whole) {
+                                   int32_t negative, const int32_t some) {
     const int64_t at = RA__Q8_KEYS * g * x->rows.stride;
-    const uint64_t seen = whole ? ~(uint64_t)0 : x->seen;
+    const uint64_t seen = x->masked ? x->seen : ~(uint64_t)0;
     ra__q8_weights *to = &x->w[g];
     const __m512i infinity = _mm512_set1_epi32(0x7f800000);
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
@@ -7560,13 +7573,13 @@ RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float 
         _mm512_set1_epi32(0x30201000));
     __m512i w[RA__Q8_BLOCKS][4], top[RA__Q8_BLOCKS], quantum;
     __m512 scale[RA__Q8_BLOCKS][4];
-    int32_t other = 0, masked = negative || !whole;
-    masked |= ra__q8_spread(scale, &x->rows, at, x->blocks, whole);
+    int32_t other = ra__q8_spread(scale, &x->rows, at, x->blocks);
+    if (some) other = 0;
     RA__UNROLL for (int32_t i = 0; i < 4; i++) {
         const __m512 y = _mm512_loadu_ps(p + 64 * g + 16 * i);
         RA__UNROLL for (int32_t b = 0; b < RA__Q8_BLOCKS; b++) {
             __m512 z = ra__abs_avx512(_mm512_mul_ps(y, scale[b][i]));
-            if (masked) {
+            if (some) {
                 const __mmask16 below = _mm512_movepi32_mask(_mm512_castps_si512(scale[b][i]));
                 const __mmask16 take = negative ? below : (__mmask16)~below;
                 other |= take != 0xffff;
@@ -7601,13 +7614,16 @@ RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float 
     return other;
 }
 
+RA__NOINLINE RA__Q8_TARGET int32_t ra__q8_weigh_some(const ra__q8_work *x, int32_t g,
+                                                     const float *p, int32_t negative) {
+    return ra__q8_weigh(x, g, p, negative, 1);
+}
+
 /* Two vectors of 16 dims of keys 4 g to 4 g + 3. */
 RA__Q8_INLINE void ra__q8_load_values(__m512i *v, const ra__q8_rows *x, int64_t at,
-                                      const int32_t g, __m512i where, const int32_t whole) {
-    const __m512i y = ra__q8_join(ra__q8_row(x, 4 * g, at, whole),
-                                  ra__q8_row(x, 4 * g + 1, at, whole));
-    const __m512i z = ra__q8_join(ra__q8_row(x, 4 * g + 2, at, whole),
-                                  ra__q8_row(x, 4 * g + 3, at, whole));
+                                      const int32_t g, __m512i where) {
+    const __m512i y = ra__q8_join(ra__q8_row(x, 4 * g, at), ra__q8_row(x, 4 * g + 1, at));
+    const __m512i z = ra__q8_join(ra__q8_row(x, 4 * g + 2, at), ra__q8_row(x, 4 * g + 3, at));
     v[2 * g] = _mm512_permutex2var_epi8(y, where, z);
     v[2 * g + 1] = _mm512_permutex2var_epi8(
         y, _mm512_add_epi32(where, _mm512_set1_epi32(0x10101010)), z);
@@ -7634,7 +7650,7 @@ RA__Q8_INLINE void ra__q8_add(__m512 *c, const uint8_t (*digit)[64], int32_t r, 
 
 /* Adds block b of units [g, end). */
 RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, int32_t end,
-                                    int32_t fresh, const int32_t whole) {
+                                    int32_t fresh) {
     const __m512i where = _mm512_add_epi32(
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                            _mm512_set1_epi32(0x01010101)), _mm512_set1_epi32(0x60402000));
@@ -7647,7 +7663,7 @@ RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, 
     RA__UNROLL for (int32_t i = 0; i < 8; i++)
         c[i / 2][i % 2] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(acc + 16 * i);
     RA__UNROLL for (int32_t i = 0; i < 4; i++)
-        ra__q8_load_values(next, &x->rows, at, i, where, whole);
+        ra__q8_load_values(next, &x->rows, at, i, where);
     for (; g < end; g++) {
         const ra__q8_weights *w = &x->w[g];
         at += g + 1 < end ? RA__Q8_KEYS * x->rows.stride : 0;
@@ -7655,7 +7671,7 @@ RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, 
         RA__UNROLL for (int32_t i = 0; i < 8; i++) v[i] = next[i];
         RA__UNROLL for (int32_t r = 0; r < 4; r++) {
             if (r < n) ra__q8_add(c[r], w->digit[b], r, w->quantum[4 * b + r], v);
-            ra__q8_load_values(next, &x->rows, at, r, where, whole);
+            ra__q8_load_values(next, &x->rows, at, r, where);
             if (x->streams) ra__q8_prefetch(at_line, r, 1);
         }
     }
@@ -7668,16 +7684,19 @@ RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, 
 
 /* Adds up to RA__Q8_BLOCKS blocks; p: [unit][16 keys][4 rows]. Weights of all units come first,
  * because those of different units overlap. A unit with negative scales is added alone, twice. */
-RA__Q8_INLINE void ra__q8_add_blocks(const ra__q8_work *x, const float *p, const int32_t whole) {
+RA__Q8_INLINE void ra__q8_add_blocks(const ra__q8_work *x, const float *p) {
     int32_t more = 0;
-    for (int32_t g = 0; g < x->units; g++) more |= ra__q8_weigh(x, g, p, 0, whole) << g;
+    int32_t left = x->masked ? (1 << x->units) - 1 : 0;  /* bit g: unit g has no weights yet */
+    for (int32_t g = 0; g < x->units && !x->masked; g++) left |= ra__q8_weigh(x, g, p, 0, 0) << g;
+    for (int32_t g = 0; left >> g; g++)
+        if (left >> g & 1) more |= ra__q8_weigh_some(x, g, p, 0) << g;
     for (int32_t g = 0, end; g < x->units; g = end) {
         const int32_t twice = more >> g & 1;
         end = more ? g + 1 : x->units;
         for (int32_t negative = 0; negative <= twice; negative++) {
-            if (negative) (void)ra__q8_weigh(x, g, p, 1, whole);
+            if (negative) (void)ra__q8_weigh_some(x, g, p, 1);
             for (int32_t b = 0; b < x->blocks; b++)
-                ra__q8_add_block(x, b, g, end, x->fresh && g == 0 && !negative, whole);
+                ra__q8_add_block(x, b, g, end, x->fresh && g == 0 && !negative);
         }
     }
     for (int32_t i = 0; i < 128 * x->blocks && x->total && more; i += 16)
@@ -7686,9 +7705,11 @@ RA__Q8_INLINE void ra__q8_add_blocks(const ra__q8_work *x, const float *p, const
 }
 
 /* Adds p V of n keys from key j on, p being [key][4 rows]. More than 16 are whole units. */
-RA__Q8_INLINE void ra__q8_add_keys(const ra__decode_rows *rows, const ra__decode_keys *keys,
-                                   int32_t j, int32_t n, const float *p, const int32_t whole) {
+RA__NOINLINE RA__Q8_TARGET void ra__q8_values(const ra__decode_rows *rows,
+                                              const ra__decode_keys *keys, int32_t j, int32_t n,
+                                              const float *p) {
     const int32_t blocks = rows->d->v_dim / 32;
+    uint8_t copy[RA__Q8_KEYS * RA__Q8_BLOCKS * RA__Q8_BYTES];
     ra__q8_weights w[RA_BLOCK_TOKENS / RA__Q8_KEYS];
     ra__q8_work x;
     x.w = w;
@@ -7696,22 +7717,18 @@ RA__Q8_INLINE void ra__q8_add_keys(const ra__decode_rows *rows, const ra__decode
     x.units = (n + RA__Q8_KEYS - 1) / RA__Q8_KEYS;
     x.count = rows->count;
     x.fresh = !rows->has_keys;
+    x.masked = keys->partial || n % RA__Q8_KEYS;
     x.seen = keys->seen;
     for (int32_t b = 0; b < blocks; b += RA__Q8_BLOCKS) {
+        const uint8_t *v = keys->v + j * keys->v_stride + (int64_t)b * RA__Q8_BYTES;
         x.blocks = blocks - b < RA__Q8_BLOCKS ? blocks - b : RA__Q8_BLOCKS;
         x.acc = rows->block_acc + 128 * b;
         x.total = keys->whole && n == RA_BLOCK_TOKENS ? rows->acc + 128 * b : NULL;
-        ra__q8_find_rows(&x.rows, keys->v + j * keys->v_stride + (int64_t)b * RA__Q8_BYTES,
-                         keys->v_stride, n, whole);
-        ra__q8_add_blocks(&x, p, whole);
+        if (n % RA__Q8_KEYS) ra__q8_copy_rows(copy, v, keys->v_stride, n, x.blocks * RA__Q8_BYTES);
+        if (n % RA__Q8_KEYS) ra__q8_find_rows(&x.rows, copy, x.blocks * RA__Q8_BYTES);
+        else ra__q8_find_rows(&x.rows, v, keys->v_stride);
+        ra__q8_add_blocks(&x, p);
     }
-}
-
-RA__NOINLINE RA__Q8_TARGET void ra__q8_values(const ra__decode_rows *rows,
-                                              const ra__decode_keys *keys, int32_t j, int32_t n,
-                                              const float *s) {
-    if (n % RA__Q8_KEYS == 0 && !keys->partial) ra__q8_add_keys(rows, keys, j, n, s, 1);
-    else ra__q8_add_keys(rows, keys, j, n, s, 0);
 }
 
 /* As decode_close, after ra__q8_values has added to acc. */
