@@ -21,7 +21,8 @@
  * Every test runs in a separate child process under a time limit, with its ranks as threads of that
  * process or as processes. So a transport that hangs or crashes costs one test. Each line of the
  * report is a capability: passed with these numbers of ranks, not claimed, or broken; then which
- * sentence of the contract is broken, on which rank, and how that shows.
+ * sentence of the contract is broken, on which rank, and how that shows. Of a test that does not
+ * end it says in which call each rank is.
  *
  * The suite requires no more than the contract does: no test needs a send to be done before its
  * receive is posted, because a transport may hold no message at all. Times are checked only where
@@ -48,8 +49,8 @@ enum { CF_TOKENS = 1024, CF_HEADS = 2, CF_DIM = 16, CF_ROW = CF_HEADS * CF_DIM }
 
 /* For processes that already run, as under mpirun. Each calls cf_suite and makes every world; the
  * processes beyond a world's number of ranks take no part in it. They share a file that is new for
- * the run. A test that hangs hangs the run, which should have its own timeout, and after a breach
- * nothing more is judged. */
+ * the run. After a breach nothing more is judged. If a test does not end in time, rank 0 reports it
+ * and all processes exit with status 1. */
 typedef struct cf_outside { int rank, ranks; const char *file; } cf_outside;
 
 /* What the author of a transport provides. Calls of one rank come from that rank's thread. */
@@ -134,17 +135,42 @@ static const char *const cf_rule_text[] = { CF_RULES(CF_TEXT) NULL };
 #undef CF_NAME
 #undef CF_TEXT
 
+/* Where a rank is, for the report on a test that does not end. */
+#define CF_PLACES(X)                                                                              \
+    X(OUTSIDE, "has not begun")   X(MAKE, "is in make")            X(JOIN, "is in join")          \
+    X(TEST, "is in the test")     X(POST, "is in post")            X(POLL, "is in poll")          \
+    X(WAIT, "is in wait")         X(SENDRECV, "is in sendrecv")    X(ABORT, "is in abort")        \
+    X(QUIESCE, "is in quiesce")   X(MEET, "waits for the others")  X(LEAVE, "is in leave")        \
+    X(END, "is in end")           X(DONE, "has ended the test")
+#define CF_PLACE(name, text) CF_AT_##name,
+#define CF_TEXT(name, text) text,
+enum { CF_PLACES(CF_PLACE) CF_PLACE_COUNT };
+static const char *const cf_place_text[] = { CF_PLACES(CF_TEXT) NULL };
+#undef CF_PLACE
+#undef CF_TEXT
+
 /* What the ranks of a test share, in a mapped file: they may be processes. */
 typedef struct cf_shared {
     int32_t arrived, round;            /* of the barrier */
     int32_t over;                      /* 1: a rank has found a breach */
     int32_t rule;                      /* -1: none */
     int32_t unclaimed;                 /* 1: the transport does not claim what the test is about */
+    int32_t noted;                     /* 1: a rank has written the note of a quiesce */
+    int32_t place[CF_MOST_RANKS];      /* CF_AT_* */
     int32_t flag[CF_MOST_RANKS][CF_FLAGS];
     char text[400], note[160];
     float o[CF_TOKENS * CF_ROW], d_q[CF_TOKENS * CF_ROW], d_k[CF_TOKENS * CF_DIM],
         d_v[CF_TOKENS * CF_DIM], lse[CF_TOKENS * CF_HEADS];
 } cf_shared;
+
+typedef struct cf_id { int from, to, ring, channel, seq; } cf_id;
+typedef struct cf_op {
+    ra_transport_op op, was;                     /* was: as it was posted */
+    uint8_t *mem, *own;                /* own: the buffer between two guards */
+    cf_id id;
+    int checked, failed;               /* DONE and looked at; ended with an error */
+    const uint8_t *lent;
+} cf_op;
 
 struct cf_test;
 typedef struct cf_rank {
@@ -156,6 +182,8 @@ typedef struct cf_rank {
     int64_t patience;                  /* ns */
     const ra_transport *t[CF_MOST_RINGS];
     int breaks;                        /* 1: this test breaks off what it has posted */
+    cf_op broken[12];                  /* those ops: unless quiesce returns RA_OK, the transport
+                                        * may use them and their buffers until the world's end */
     void *leaked[2];                   /* seen by tools that look for leaks */
     uint64_t random;
 } cf_rank;
@@ -172,6 +200,11 @@ typedef struct cf_test {
 /* -------------------------------------------------------------------------- what ranks share */
 static inline int32_t cf_load(const int32_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 static inline void cf_store(int32_t *p, int32_t x) { __atomic_store_n(p, x, __ATOMIC_RELEASE); }
+static inline void cf_place(cf_shared *s, int rank, int place) {
+    if (rank < CF_MOST_RANKS) cf_store(&s->place[rank], place);
+}
+
+static inline void cf_at(const cf_rank *r, int place) { cf_place(r->shared, r->rank, place); }
 static inline int cf_over(const cf_rank *r) { return cf_load(&r->shared->over); }
 
 static inline void cf_sleep_us(long us) {
@@ -222,20 +255,13 @@ static inline int cf_meet(cf_rank *r) {
         cf_store(&s->arrived, 0);
         cf_store(&s->round, round + 1);
     }
+    cf_at(r, CF_AT_MEET);
     while (cf_load(&s->round) == round && !cf_over(r)) cf_sleep_us(50);
+    cf_at(r, CF_AT_TEST);
     return !cf_over(r);
 }
 
 /* -------------------------------------------------------------------------- ops and messages */
-typedef struct cf_id { int from, to, ring, channel, seq; } cf_id;
-typedef struct cf_op {
-    ra_transport_op op, was;                     /* was: as it was posted */
-    uint8_t *mem, *own;                /* own: the buffer between two guards */
-    cf_id id;
-    int checked, failed;               /* DONE and looked at; ended with an error */
-    const uint8_t *lent;
-} cf_op;
-
 enum { CF_POISON_SENT = 0xA5, CF_POISON_RECV = 0x5A, CF_POISON_GUARD = 0x3C };
 
 static inline uint64_t cf_mix(uint64_t x) {
@@ -461,7 +487,9 @@ static inline int cf_post(cf_rank *r, int ring, cf_op *const *ops, int n) {
     int32_t before[CF_MOST] = { 0 };
     int code, idle = 0;
     cf_list(ops, n, list, before);
+    cf_at(r, CF_AT_POST);
     code = r->t[ring]->post(r->t[ring]->ctx, list, n);
+    cf_at(r, CF_AT_TEST);
     if (!cf_check_states(r, ops, n, before, 1)) return 0;
     if (code < 0 && r->breaks) return code;
     if (code != RA_OK && code != RA_AGAIN)
@@ -481,7 +509,9 @@ static inline int cf_poll(cf_rank *r, int ring, cf_op *const *ops, int n, int64_
     int32_t before[CF_MOST] = { 0 };
     int code;
     cf_list(ops, n, list, before);
+    cf_at(r, deadline < 0 ? CF_AT_POLL : CF_AT_WAIT);
     code = deadline < 0 ? t->poll(t->ctx, list, n) : t->wait(t->ctx, list, n, deadline);
+    cf_at(r, CF_AT_TEST);
     if (!cf_check_states(r, ops, n, before, 0)) return 0;
     if (code < 0 && r->breaks) return code;
     if (code == RA_E_TIMEOUT && deadline >= 0)
@@ -564,10 +594,12 @@ static inline void cf_unclaimed(cf_rank *r) { cf_store(&r->shared->unclaimed, 1)
 
 static inline int cf_sendrecv(cf_rank *r, cf_op *out, cf_op *in, int64_t deadline) {
     const ra_transport *t = r->t[0];
-    int code = t->sendrecv(t->ctx, out ? out->op.peer : RA_NO_PEER, out ? out->own : NULL,
-                           out ? out->op.len : 0, in ? in->op.peer : RA_NO_PEER,
-                           in ? in->own : NULL, in ? in->op.len : 0,
-                           out ? out->op.tag : in->op.tag, deadline);
+    int code;
+    cf_at(r, CF_AT_SENDRECV);
+    code = t->sendrecv(t->ctx, out ? out->op.peer : RA_NO_PEER, out ? out->own : NULL,
+                       out ? out->op.len : 0, in ? in->op.peer : RA_NO_PEER, in ? in->own : NULL,
+                       in ? in->op.len : 0, out ? out->op.tag : in->op.tag, deadline);
+    cf_at(r, CF_AT_TEST);
     if (code != RA_OK) return code;
     if (in && !cf_check_done(r, in)) return RA_E_IO;
     if (out && !cf_check_done(r, out)) return RA_E_IO;
@@ -924,7 +956,10 @@ static inline void cf_t_wait(cf_rank *r) {
 /* -------------------------------------------------------------------------- abort and quiesce */
 static inline int cf_abort(cf_rank *r) {
     int64_t begin = ra_now_ns();
+    int place = cf_load(&r->shared->place[r->rank]);   /* wait, if another thread aborts */
+    cf_at(r, CF_AT_ABORT);
     (void)r->t[0]->abort(r->t[0]->ctx, r->rank ? RA_E_ABORTED : RA_E_CANCELLED);
+    cf_at(r, place);
     if (ra_now_ns() - begin < r->patience / 2) return 1;
     return cf_break(r, CF_ABORT_BLOCKS, "abort took %lld ms",
                     (long long)((ra_now_ns() - begin) / 1000000));
@@ -988,11 +1023,15 @@ static inline int cf_abort_wakes(cf_rank *r, cf_op *const *list, int n) {
     return code != 0;
 }
 
-/* Calls quiesce as the library does, first with a deadline that has passed. */
+/* Calls quiesce as the library does, first with a deadline that has passed. A transport may return
+ * RA_OK on some ranks and RA_E_UNSAFE on others: after either the rank meets the others. */
 static inline int cf_quiesce(cf_rank *r, int64_t wait_ns) {
     const ra_transport *t = r->t[0];
     int64_t begin = ra_now_ns();
-    int code = t->quiesce ? t->quiesce(t->ctx, begin - 1) : RA_OK;
+    int32_t none = 0;
+    int code;
+    cf_at(r, CF_AT_QUIESCE);
+    code = t->quiesce ? t->quiesce(t->ctx, begin - 1) : RA_OK;
     if (ra_now_ns() - begin > r->patience / 2)
         return cf_break(r, CF_QUIESCE_DEADLINE, "with a deadline that had passed it took %lld ms",
                         (long long)((ra_now_ns() - begin) / 1000000)), RA_E_UNSAFE;
@@ -1001,14 +1040,20 @@ static inline int cf_quiesce(cf_rank *r, int64_t wait_ns) {
     if (ra_now_ns() - begin > wait_ns + r->patience / 2)
         cf_break(r, CF_QUIESCE_DEADLINE, "%lld ms after its deadline",
                  (long long)((ra_now_ns() - begin - wait_ns) / 1000000));
+    cf_at(r, CF_AT_TEST);
+    if (code != RA_OK && __atomic_compare_exchange_n(&r->shared->noted, &none, 1, 0,
+                                                     __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+        snprintf(r->shared->note, sizeof r->shared->note,
+                 "quiesce of rank %d says %s: after a failure buffers are leaked", r->rank,
+                 ra_status_text(code));
     return code;
 }
 
 /* variant 0: nothing is pending; 1: receives; 2: sends; 3: much of both; 4: in wait; from 5 on:
  * much of both after that many calls less 5. */
 static inline void cf_t_abort(cf_rank *r) {
-    cf_op ops[8], later[4], *list[8] = { NULL };
-    int n = 0, depth = cf_depth(r, 8), aborts = r->rank == 0, amid = r->variant == 3;
+    cf_op *ops = r->broken, *later = r->broken + 8, *list[8] = { NULL };
+    int n = 0, depth = cf_depth(r, 8), aborts = r->rank == 0, amid = r->variant == 3, code;
     if (!r->t[0]->abort || (r->variant == 4 && !r->t[0]->wait)) {
         cf_unclaimed(r);
         return;
@@ -1037,14 +1082,15 @@ static inline void cf_t_abort(cf_rank *r) {
     if (n && !cf_fails(r, list, n, CF_ABORT_PENDING, "pending ops")) return;
     if (!cf_later_fails(r, &later[0], CF_ABORT_LATER) || !cf_abort(r)) return;
     if (!cf_later_fails(r, &later[2], CF_ABORT_TWICE)) return;
-    if (cf_quiesce(r, r->patience / 2) != RA_OK || !cf_meet(r)) return;
+    code = cf_quiesce(r, r->patience / 2);
+    if (!cf_meet(r) || code != RA_OK) return;
     cf_free_all(ops, n);
     cf_free_all(later, 4);
 }
 
 /* After quiesce has returned RA_OK the buffers are used for something else, and must stay so. */
 static inline void cf_t_quiesce(cf_rank *r) {
-    cf_op ops[8], *list[8] = { NULL };
+    cf_op *ops = r->broken, *list[8] = { NULL };
     int n = 0, depth = cf_depth(r, 8), touched = 0, code;
     if (!r->t[0]->abort || !r->t[0]->quiesce) {
         cf_unclaimed(r);
@@ -1064,9 +1110,6 @@ static inline void cf_t_quiesce(cf_rank *r) {
     for (int i = 0; i < n; i++) memset(ops[i].own, i, ops[i].op.len);
     cf_sleep_us(60000);
     for (int i = 0; i < n; i++) touched += !cf_all(ops[i].own, ops[i].op.len, i);
-    if (code != RA_OK && r->rank == 0)
-        snprintf(r->shared->note, sizeof r->shared->note,
-                 "quiesce says %s: after a failure buffers are leaked", ra_status_text(code));
     if (code == RA_OK && touched)
         cf_break(r, CF_QUIET, "%d of %d buffers were written after it", touched, n);
     if (code == RA_OK && r->t[0]->quiesce(r->t[0]->ctx, ra_deadline_ms(100)) != RA_OK)
@@ -1080,32 +1123,36 @@ static inline void cf_t_trunc(cf_rank *r) {
     int64_t until = ra_now_ns() + r->patience;
     const ra_transport *t = r->t[0];
     int code = RA_OK;
-    cf_op o;
-    ra_transport_op *list[1] = { &o.op };
+    cf_op *o = r->broken;
+    ra_transport_op *list[1] = { &o->op };
     r->breaks = 1;
     if (r->rank < 2)
-        cf_op_make(r, &o, r->rank ? RA_MSG_RECV : RA_MSG_SEND, cf_message(0, 1, 0, 0, 0),
+        cf_op_make(r, o, r->rank ? RA_MSG_RECV : RA_MSG_SEND, cf_message(0, 1, 0, 0, 0),
                    r->rank ? want : 1000);
     while (r->rank < 2 && code >= 0 && ra_now_ns() < until && !cf_over(r)) {
-        if (o.op.state == RA_MSG_IDLE) code = t->post(t->ctx, list, 1);
+        cf_at(r, CF_AT_POST);
+        if (o->op.state == RA_MSG_IDLE) code = t->post(t->ctx, list, 1);
+        cf_at(r, CF_AT_POLL);
         if (code >= 0) code = t->poll(t->ctx, list, 1);
-        if (o.op.state != RA_MSG_IDLE && o.op.state != RA_MSG_PENDING) break;
+        cf_at(r, CF_AT_TEST);
+        if (o->op.state != RA_MSG_IDLE && o->op.state != RA_MSG_PENDING) break;
         if (r->rank == 0 && cf_load(&r->shared->flag[1][0])) break;  /* the receiver has seen it */
         cf_sleep_us(100);
     }
     if (r->rank == 1) {
-        int ends = o.op.state == RA_E_TRUNC || code == RA_E_TRUNC ||
-                   (o.op.state == RA_MSG_DONE && o.op.done == 1000);
+        int ends = o->op.state == RA_E_TRUNC || code == RA_E_TRUNC ||
+                   (o->op.state == RA_MSG_DONE && o->op.done == 1000);
         if (!ends)
             cf_break(r, CF_TRUNC, "a receive of %zu bytes met a message of 1000, has state %d, done"
-                     " %zu, and poll returned %d", want, o.op.state, o.op.done, code);
-        else if (!cf_all(o.own + want, 64, CF_POISON_GUARD))
+                     " %zu, and poll returned %d", want, o->op.state, o->op.done, code);
+        else if (!cf_all(o->own + want, 64, CF_POISON_GUARD))
             cf_break(r, CF_BOUNDS, "a message that is too long was written beyond the buffer");
         cf_store(&r->shared->flag[1][0], 1);
     }
     if (cf_meet(r) && t->abort) (void)t->abort(t->ctx, RA_E_TRUNC);
-    if (!cf_over(r) && t->quiesce) (void)t->quiesce(t->ctx, ra_now_ns() + r->patience / 2);
-    if (cf_meet(r) && r->rank < 2 && t->quiesce) cf_op_free(&o);
+    code = RA_E_UNSAFE;
+    if (!cf_over(r) && t->quiesce) code = cf_quiesce(r, r->patience / 2);
+    if (cf_meet(r) && r->rank < 2 && code == RA_OK) cf_op_free(o);
 }
 
 /* Chunks go around on loan: each is received, kept, sent on from where it is, and released. */
@@ -1535,12 +1582,14 @@ static inline void *cf_rank_main(void *arg) {
     cf_rank *r = (cf_rank *)arg;
     int rings = r->test->flags & CF_TWO_RINGS ? 2 : 1, joined = 0;
     if ((r->test->flags & CF_LATE_RANK) && r->rank == r->ranks - 1) cf_sleep_us(120000);
+    cf_at(r, CF_AT_JOIN);
     for (; joined < rings; joined++) {
         r->t[joined] = r->maker->join(r->world, joined, r->rank);
         if (r->t[joined]) continue;
         cf_break(r, CF_STRUCT, "join gave no transport");
         break;
     }
+    cf_at(r, CF_AT_TEST);
     if (joined == rings) {
         const char *unfit = cf_unfit(r->test, r->t[0]);
         if (unfit) {
@@ -1548,8 +1597,10 @@ static inline void *cf_rank_main(void *arg) {
             if (r->rank == 0) snprintf(r->shared->note, sizeof r->shared->note, "%s", unfit);
         } else r->test->run(r);
     }
+    cf_at(r, CF_AT_LEAVE);
     while (joined-- > 0)
         r->maker->leave(r->world, joined, r->rank, cf_over(r) || r->breaks ? RA_E_ABORTED : RA_OK);
+    cf_at(r, CF_AT_DONE);
     return NULL;
 }
 
@@ -1618,13 +1669,29 @@ static inline void cf_child(const cf_job *job) {
     static cf_rank ranks[CF_MOST_RANKS];
     const cf_maker *m = job->maker;
     cf_shared *shared = job->shared;
-    void *world = cf_make(job);
+    void *world;
+    for (int i = 0; i < job->ranks; i++) cf_place(shared, i, CF_AT_MAKE);
+    world = cf_make(job);
     if (!world) exit(0);
     for (int i = 0; i < job->ranks; i++) cf_rank_make(&ranks[i], job, world, i);
     cf_world(ranks, job->ranks);
+    for (int i = 0; i < job->ranks; i++) cf_place(shared, i, CF_AT_END);
     m->end(world);
     if (cf_load(&shared->over)) _exit(0);          /* what a broken test left is not judged */
     exit(0);
+}
+
+/* Which test it is that does not end, and where its ranks are. */
+static inline void cf_stuck(const cf_job *job, int64_t limit_ms, char *text, size_t size) {
+    int n = snprintf(text, size, "the test does not end in %lld ms", (long long)limit_ms);
+    for (int i = 0; i < job->ranks && (size_t)n < size; i++)
+        n += snprintf(text + n, size - (size_t)n, "%s rank %d %s", i ? "," : ":", i,
+                      cf_place_text[cf_load(&job->shared->place[i])]);
+}
+
+/* How long one test may take. */
+static inline int64_t cf_limit_ms(const cf_maker *m) {
+    return 6 * (m->patience_ms ? m->patience_ms : 5000) + 3000;
 }
 
 /* Waits for the child, no longer than a test may take; after a breach, only a moment. */
@@ -1678,13 +1745,63 @@ static inline void cf_pass_gate(cf_gate *g, int ranks) {
     while (cf_load(&g->round) == round) cf_sleep_us(200);
 }
 
-static inline cf_result cf_run_outside(const cf_maker *m, const cf_test *test, int n, int variant) {
+/* Reports a breach. to: null: no report. */
+static inline void cf_fail(FILE *to, const cf_test *test, int n, int variant,
+                           const cf_result *res) {
+    if (!to) return;
+    fprintf(to, "FAIL  %-18s P %d, variant %d: %s\n", test->name, n, variant, res->text);
+    fprintf(to, "      the contract: %s (%s)\n", cf_rule_text[res->rule], cf_rule_name[res->rule]);
+    fflush(to);
+}
+
+/* Ends a process of a run from outside if its test does not end. Rank 0, which reports it, is the
+ * first to exit: the launcher may kill the others then. */
+typedef struct cf_watch {
+    const cf_job *job;
+    FILE *to;
+    int32_t ended;                     /* 1: the test has ended */
+    pthread_t thread;
+} cf_watch;
+
+static inline void *cf_watch_main(void *arg) {
+    const cf_watch *w = (const cf_watch *)arg;
+    const cf_job *job = w->job;
+    int64_t limit = cf_limit_ms(job->maker);
+    int64_t until = ra_deadline_ms(limit + (job->maker->outside->rank ? 2000 : 0));
+    cf_result res;
+    while (!cf_load(&w->ended) && ra_now_ns() < until) cf_sleep_us(1000);
+    if (cf_load(&w->ended)) return NULL;
+    res = cf_result_of(job->shared);
+    if (res.rule >= 0) cf_fail(w->to, job->test, job->ranks, job->variant, &res);
+    res.rule = job->test->hangs;
+    cf_stuck(job, limit, res.text, sizeof res.text);
+    cf_fail(w->to, job->test, job->ranks, job->variant, &res);
+    _exit(1);
+}
+
+/* This process's part of the test, between the gates. */
+static inline void cf_part(const cf_job *job) {
+    const cf_outside *o = job->maker->outside;
+    cf_rank r;
+    void *world;
+    cf_place(job->shared, o->rank, CF_AT_MAKE);
+    world = cf_make(job);
+    if (world && o->rank < job->ranks) {
+        cf_rank_make(&r, job, world, o->rank);
+        (void)cf_rank_main(&r);
+    }
+    cf_place(job->shared, o->rank, CF_AT_END);
+    if (world) job->maker->end(world);
+    cf_place(job->shared, o->rank, CF_AT_DONE);
+}
+
+static inline cf_result cf_run_outside(const cf_maker *m, const cf_test *test, int n, int variant,
+                                       FILE *to) {
     static cf_gate *gate;
     const cf_outside *o = m->outside;
     cf_result out;
-    cf_rank r;
+    cf_watch watch = { 0 };
     cf_job job;
-    void *world;
     if (!gate) {
         FILE *file = fopen(o->file, "ab+");        /* the first process makes it, of zeros */
         gate = (cf_gate *)cf_map(file, sizeof *gate);
@@ -1695,34 +1812,35 @@ static inline cf_result cf_run_outside(const cf_maker *m, const cf_test *test, i
     job.shared = &gate->shared;
     job.ranks = n;
     job.variant = variant;
+    watch.job = &job;
+    watch.to = to;
+    if (pthread_create(&watch.thread, NULL, cf_watch_main, &watch)) abort();
     cf_pass_gate(gate, o->ranks);
     if (o->rank == 0) {
         memset(&gate->shared, 0, sizeof gate->shared);
         gate->shared.rule = -1;
     }
     cf_pass_gate(gate, o->ranks);
-    world = cf_make(&job);
-    if (world && o->rank < n) {
-        cf_rank_make(&r, &job, world, o->rank);
-        (void)cf_rank_main(&r);
-    }
-    if (world) m->end(world);
+    cf_part(&job);
     cf_pass_gate(gate, o->ranks);
     out = cf_result_of(&gate->shared);
     cf_pass_gate(gate, o->ranks);
+    cf_store(&watch.ended, 1);
+    pthread_join(watch.thread, NULL);
     return out;
 }
 
 /* One test with n ranks in a separate process. */
-static inline cf_result cf_run_test(const cf_maker *m, const cf_test *test, int n, int variant) {
+static inline cf_result cf_run_test(const cf_maker *m, const cf_test *test, int n, int variant,
+                                    FILE *to) {
     FILE *file;
     cf_shared *s;
     cf_result out;
     cf_job job;
-    int64_t limit = 6 * (m->patience_ms ? m->patience_ms : 5000) + 3000;
+    int64_t limit = cf_limit_ms(m);
     int status = -1;
     pid_t pid;
-    if (m->outside) return cf_run_outside(m, test, n, variant);
+    if (m->outside) return cf_run_outside(m, test, n, variant, to);
     file = tmpfile();
     s = (cf_shared *)cf_map(file, sizeof *s);
     s->rule = -1;
@@ -1746,8 +1864,7 @@ static inline cf_result cf_run_test(const cf_maker *m, const cf_test *test, int 
     out = cf_result_of(s);
     if (out.rule < 0 && status == -1) {
         out.rule = test->hangs;
-        snprintf(out.text, sizeof out.text, "the test does not end; it was killed after %lld ms",
-                 (long long)limit);
+        cf_stuck(&job, limit, out.text, sizeof out.text);
     } else if (out.rule < 0 && status) {
         out.rule = CF_CRASH;
         snprintf(out.text, sizeof out.text, "the test's process ended with %s %d",
@@ -1777,7 +1894,7 @@ static inline void cf_line(const cf_maker *m, const cf_test *test, cf_report *re
         if ((n == 1) != alone || n > most) continue;
         if ((test->flags & CF_ONE_WORLD) && n > 3) continue;
         for (int v = 0; v < test->variants && res.rule < 0; v++) {
-            res = cf_run_test(m, test, n, v);
+            res = cf_run_test(m, test, n, v, to);
             if (res.note[0]) memcpy(note, res.note, sizeof note);
             if (!res.unclaimed && v == 0)
                 snprintf(done + strlen(done), sizeof done - strlen(done), " %d", n);
@@ -1786,10 +1903,7 @@ static inline void cf_line(const cf_maker *m, const cf_test *test, cf_report *re
             rep->broken[res.rule]++;
             if (rep->first < 0) rep->first = res.rule;
             rep->failed++;
-            if (!to) continue;
-            fprintf(to, "FAIL  %-18s P %d, variant %d: %s\n", test->name, n, v, res.text);
-            fprintf(to, "      the contract: %s (%s)\n", cf_rule_text[res.rule],
-                    cf_rule_name[res.rule]);
+            cf_fail(to, test, n, v, &res);
         }
     }
     if (res.rule >= 0) return;
@@ -1800,6 +1914,7 @@ static inline void cf_line(const cf_maker *m, const cf_test *test, cf_report *re
                      note[0] ? ")" : "");
     else fprintf(to, "-     %-18s %s\n", test->name, note[0] ? note : res.unclaimed >= 2 ?
                  "the maker makes no such world" : "not claimed");
+    fflush(to);
 }
 
 /* All tests; passes only if the messages under them are right. only: a part of a test's name, or

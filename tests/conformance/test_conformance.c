@@ -35,7 +35,8 @@ enum { CH_MOST_RINGS = 2, CH_MOST_RANKS = 8, CH_OPS = 64, CH_LOANS = 512,
     X(QUIESCE_ONCE, QUIET, "quiesce returns RA_OK once and then RA_E_UNSAFE")                     \
     X(PASS_TIMES_OUT_LATE, PASS_ENDS, "poll blocks for seconds where a rank is absent")
 #define CH_DEFECT(name, rule, text) CH_##name,
-enum { CF_RULES(CH_ENUM) CH_RIGHT, CH_DEFECTS(CH_DEFECT) CH_COUNT };
+enum { CF_RULES(CH_ENUM) CH_RIGHT, CH_DEFECTS(CH_DEFECT) CH_COUNT,
+       CH_UNSAFE };                    /* breaks no rule: quiesce of rank 0 is RA_E_UNSAFE */
 #undef CH_ENUM
 #undef CH_DEFECT
 #define CH_RULE(name, rule, text) CF_##rule,
@@ -53,6 +54,7 @@ typedef struct ch_seat {
     int polls, pending, slow, quiesces;
     uint8_t *after;                    /* buffer of a receive that was done in the last poll */
     uint8_t *last;                     /* buffer of the last large receive, or of a loan */
+    ra_transport_op *late;             /* UNSAFE: the last op, used again as the rank leaves */
     ra_transport t;
 } ch_seat;
 
@@ -285,6 +287,7 @@ static void ch_accept(ch_seat *s, ra_transport_op *op) {
     }
     if (op->kind == RA_MSG_RECV && op->len == 500009) s->last = (uint8_t *)op->buf;
     ch_append(ch_queue_of(s, op), op);
+    s->late = op;
     s->pending++;
     op->state = RA_MSG_PENDING;
     if (w->wrong == CH_REUSE && op->kind == RA_MSG_SEND) {
@@ -493,6 +496,10 @@ static int ch_quiesce(void *ctx, int64_t deadline_ns) {
     ch_seat *s = (ch_seat *)ctx;
     pthread_t id;
     (void)deadline_ns;
+    if (s->world->wrong == CH_UNSAFE && s->rank == 0) {
+        s->quiesces++;
+        return RA_E_UNSAFE;
+    }
     if (s->world->wrong == CH_QUIESCE_ONCE && s->quiesces++ > 1) return RA_E_UNSAFE;
     if (s->world->wrong != CH_QUIESCE_FORGETS) ch_purge(s);
     cf_store(&s->why, cf_load(&s->why) ? cf_load(&s->why) : RA_E_ABORTED);
@@ -635,8 +642,15 @@ static const ra_transport *ch_join(void *world, int ring, int rank) {
 
 static void ch_leave(void *world, int ring, int rank, int why) {
     ch_world *w = (ch_world *)world;
+    ch_seat *s = &w->seat[ring][rank];
+    if (w->wrong == CH_UNSAFE && s->quiesces && s->late) {
+        volatile uint8_t *byte = (volatile uint8_t *)s->late->buf;
+        uint8_t value = *byte;
+        if (s->late->kind == RA_MSG_RECV) *byte = value ^ 1;
+        s->late->done = 0;
+    }
     if (why) cf_store(&w->aborted[ring], 1);
-    ch_purge(&w->seat[ring][rank]);
+    ch_purge(s);
 }
 
 static void ch_end(void *world) {
@@ -719,6 +733,101 @@ TEST(chaos_level_1) {
     cf_report rep = cf_judge(&m, NULL, 0, stdout);
     CHECK_EQ(rep.failed, 0);
     CHECK_EQ(rep.unclaimed, 3);            /* those of sendrecv */
+}
+
+/* After a quiesce that is RA_E_UNSAFE on one rank and RA_OK on the others, no rank waits for
+ * another for ever, and what the transport may still use is kept. */
+TEST(unsafe_on_one_rank) {
+    ch_kind kind;
+    cf_maker m = chaos(&kind, CH_UNSAFE, 1);
+    FILE *report = tmpfile();
+    char line[600];
+    int noted = 0;
+    m.most_ranks = 3;
+    m.patience_ms = CH_PATIENCE_MS;
+    CHECK_EQ(cf_judge(&m, NULL, 0, report).failed, 0);
+    rewind(report);
+    while (fgets(line, sizeof line, report)) {
+        noted += strstr(line, "quiesce of rank 0 says") != NULL;
+        fputs(line, stdout);
+    }
+    fclose(report);
+    CHECK_EQ(noted, 3);                    /* other lengths, abort, quiesce */
+}
+
+/* Two processes from outside; rank 1 never returns from poll. */
+static int stuck_post(void *ctx, ra_transport_op *const *ops, int n) {
+    (void)ctx;
+    for (int i = 0; i < n; i++) ops[i]->state = RA_MSG_PENDING;
+    return RA_OK;
+}
+
+static int stuck_poll(void *ctx, ra_transport_op *const *ops, int n) {
+    const ra_transport *t = (const ra_transport *)ctx;
+    (void)ops, (void)n;
+    while (t->rank) cf_sleep_us(100000);
+    return RA_OK;
+}
+
+static void *stuck_make(void *user, int ranks, int rings) {
+    (void)ranks, (void)rings;
+    return user;
+}
+
+static const ra_transport *stuck_join(void *world, int ring, int rank) {
+    ra_transport *t = (ra_transport *)world;
+    (void)ring;
+    t->size = sizeof *t;
+    t->abi = RA_TRANSPORT_ABI;
+    t->rank = rank;
+    t->ranks = 2;
+    t->ctx = t;
+    t->post = stuck_post;
+    t->poll = stuck_poll;
+    return t;
+}
+
+static void stuck_leave(void *world, int ring, int rank, int why) {
+    (void)world, (void)ring, (void)rank, (void)why;
+}
+
+static void stuck_end(void *world) { (void)world; }
+
+/* A run that hangs ends by itself: both processes fail, and rank 0 says which test and where. */
+TEST(stuck_from_outside) {
+    ra_transport t = { 0 };
+    cf_outside o = { 0, 2, NULL };
+    cf_maker m = { "stuck", &t, stuck_make, stuck_join, stuck_leave, stuck_end, 1, 1, 0, 1, &o };
+    char file[] = "/tmp/ra_stuck_XXXXXX", line[600];
+    FILE *report = tmpfile();
+    int fd = mkstemp(file), status, breach = 0, stuck = 0;
+    pid_t pid[2];
+    CHECK(fd >= 0 && report);
+    close(fd);
+    o.file = file;
+    fflush(NULL);
+    for (int r = 0; r < 2; r++) {
+        pid[r] = fork();
+        if (pid[r] == 0) {
+            o.rank = r;
+            (void)cf_judge(&m, "order", 0, r ? NULL : report);
+            _exit(0);
+        }
+    }
+    for (int r = 0; r < 2; r++) {
+        CHECK(waitpid(pid[r], &status, 0) > 0);
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1);
+    }
+    remove(file);
+    rewind(report);
+    while (fgets(line, sizeof line, report)) {
+        breach |= strstr(line, "P 2, variant 0: rank 0: a send of") != NULL;
+        stuck |= strstr(line, "FAIL  order, in flight   P 2, variant 0: the test does not end") &&
+                 strstr(line, "rank 0 has ended the test, rank 1 is in poll");
+    }
+    fclose(report);
+    CHECK(breach);
+    CHECK(stuck);
 }
 
 TEST(chaos_level_0) {
@@ -821,6 +930,7 @@ TEST(other_defects_are_found) {
 int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(bundled_world), ENTRY(bundled_post_after_abort), ENTRY(chaos_level_1),
+        ENTRY(unsafe_on_one_rank), ENTRY(stuck_from_outside),
         ENTRY(chaos_level_0), ENTRY(every_broken_rule_is_found), ENTRY(other_defects_are_found),
     };
     return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
