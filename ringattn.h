@@ -533,13 +533,13 @@ typedef struct ra_mask {
  *   ARRAY       int32 positions, given with each call (t.q_pos, t.k_pos), which only their owner
  *               needs to know. They travel with the keys, and nothing is pruned by position. Every
  *               sequence has the same number of rows: pad shorter ones with -1. The counts are
- *               q_rows and k_rows; set tokens to any positive value. (On one rank leave layout.kind
- *               0 and pass arrays.)
+ *               q_rows and k_rows; set tokens to any positive value. (One rank: leave kind 0.)
  * For causal work without a window take ZIGZAG: it gives all ranks the same work. With a window
  * take CONTIGUOUS: it is balanced by itself, and chunks travel one or two hops. CONTIGUOUS and
  * ZIGZAG cut at multiples of RA_BLOCK_TOKENS if there are at least 2 * ranks blocks, so shards may
- * differ by some of them (ra_plan_report.q_rows), otherwise as evenly as possible. They would cut a
- * growing sequence anew at every call: for a sharded cache use ra_cache_create and ra_infer. */
+ * differ by some of them (ra_plan_report.q_rows), otherwise as evenly as possible. They cut a
+ * growing sequence anew at every call, and so does STRIPED unless q_offset is a multiple of ranks;
+ * RUNS and ARRAY follow your table. For a sharded cache use ra_cache_create and ra_infer. */
 typedef struct ra_layout {
     int32_t kind;                      /* RA_LAYOUT_*; required if ranks > 1; 0: CONTIGUOUS */
     const int32_t *weights;            /* [ranks] CONTIGUOUS, ZIGZAG: relative speeds, >= 0, not all
@@ -989,7 +989,7 @@ RINGATTN_API const char *ra_ring_explain(const ra_ring *ring);
  * Two ways into a pass. With a main thread: ra_begin on it, then ra_step on any thread until RA_OK
  * or an error. Without one (ggml): every thread calls ra_join with equal jobs until RA_OK or an
  * error. ra_finish is needed only to leave early and after an error. */
-typedef struct ra_job {                /* copied by begin, with *tensors, without data */
+typedef struct ra_job {                /* begin copies it and *tensors, not what they point to */
     uint64_t ticket;                   /* ra_join: number of the pass, from 1, equal on all threads
                                         * and rising; gaps are fine. ra_begin: 0 */
     const ra_plan *plan;               /* read during the pass */
@@ -1201,7 +1201,7 @@ RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const in
                                       const int64_t *fresh, int64_t deadline_ns);
 RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith);
 /* Without a main thread (ggml), as ra_join: all call it with equal jobs until RA_OK or an error. */
-typedef struct ra_infer_job {          /* copied by begin, with *tensors and counts, without data */
+typedef struct ra_infer_job {          /* begin copies it, *tensors and the counts, but no rows */
     uint64_t ticket;                   /* number of the call, as in ra_job */
     const ra_tensors *tensors;
     const int64_t *cached, *fresh;     /* [B] see ra_infer */

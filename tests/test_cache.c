@@ -337,7 +337,12 @@ static ra_status on_rank(ra_world *world, int rank, void *user) {
     ra_cache *c = NULL;
     ra_error why = { 0 };
     ra_transport net = *ra_world_transport(world, rank), zero = zero_transport(&net);
+    int32_t weights[MAX_P];
     ra_status end;
+    if (d.layout.weights) {
+        memcpy(weights, d.layout.weights, sizeof weights);
+        d.layout.weights = weights;
+    }
     d.ranks = x->ranks;
     d.rank = rank;
     d.error = &why;
@@ -346,6 +351,7 @@ static ra_status on_rank(ra_world *world, int rank, void *user) {
     if (x->s->level_0 == 2) net.caps &= ~(uint32_t)RA_CAP_SHARED;
     end = ra_cache_create(&c, &d, x->s->level_0 == 1 ? &zero : &net, &x->s->cd);
     if (end) fprintf(stderr, "%s %s\n", why.field, why.text);
+    memset(weights, 0, sizeof weights);                /* the cache has a copy */
     if (!end) end = steps_of(x, c, rank);
     x->end[rank] = end;
     ra_status gone = ra_cache_destroy(c);
