@@ -7,7 +7,7 @@ starts three ranks. For every family: the logits of 512 tokens are those of tran
 1e-4 for 1, 2, 3 and 5 ranks and chunks of 1, 7 and 128 tokens, and the tokens that follow are the
 same for all of them, with guesses and without, by threads and by processes over TCP, shared memory
 and MPI. For every kind of vocabulary: texts are cut into the tokens of tokenizers and
-sentencepiece.
+sentencepiece, and a model that has it continues a text and a file with the text of the right tokens.
 """
 import os
 import socket
@@ -127,11 +127,25 @@ def check_vocabulary(program, name, path, encode):
     check(back == 0, f"{name}: {back} of {len(texts)} texts do not come back")
 
 
+def check_text(program, name, vocabulary, encode, decode, folder):
+    """The text that follows a text is that of the tokens that follow its tokens."""
+    path, _, _ = make_models.make("qwen3", folder, vocabulary)
+    for i, text in enumerate(["Once upon a time,", make_vocabularies.texts()[-1]]):
+        more = ["--cache", "f32", "--predict", str(PREDICT), "--ranks", str(1 + i)]
+        follows = generate(program, path, encode(text)) or [0]
+        with open(os.path.join(folder, "prompt.txt"), "w", encoding="utf-8", newline="") as f:
+            f.write(text)
+        for given in (["--prompt", text], ["--file", f.name, "--speculate", "4"]):
+            got = run([program, path, *given, *more]).stdout.decode(errors="replace")
+            check(got == decode(follows), f"{name}: other text follows {given}: {got!r}")
+
+
 def main():
     ring_infer, tokens, folder = sys.argv[1:4]
     os.makedirs(folder, exist_ok=True)
-    for name, (path, encode) in make_vocabularies.make_all(folder).items():
+    for name, (path, encode, decode) in make_vocabularies.make_all(folder).items():
         check_vocabulary(tokens, name, path, encode)
+        check_text(ring_infer, name, path, encode, decode, folder)
     for name in make_models.MODELS:
         check_model(ring_infer, name, folder)
     check_processes(ring_infer, folder, sys.argv[4:])

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 VOCABULARY, TOKENS = 320, 512
-SHAPE = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024,
              rms_norm_eps=1e-5, attn_implementation="eager", tie_word_embeddings=False)
 LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -37,10 +37,10 @@ MODELS = {
 }
 
 
-def random_model(name):
+def random_model(name, words):
     """A model with weights that make attention matter: scores of about 1, norms of about 1."""
     family, changes, _ = MODELS[name]
-    config = getattr(transformers, family + "Config")(**{**SHAPE, **changes})
+    config = getattr(transformers, family + "Config")(**{**SHAPE, **changes, "vocab_size": words})
     torch.manual_seed(len(name) * 1000 + sum(name.encode()))
     model = getattr(transformers, family + "ForCausalLM")(config).float().eval()
     with torch.no_grad():
@@ -119,14 +119,19 @@ def rope_factors(model):
     return (plain / rotary.inv_freq.double()).float().numpy()
 
 
-def make(name, folder):
-    """Writes folder/name.gguf; returns its path, tokens and the logits expected for them."""
+def make(name, folder, vocabulary=None):
+    """Writes folder/name.gguf; returns its path, tokens and the logits expected for them. The
+    vocabulary is that of another GGUF file; None: there is none."""
     family, changes, kind = MODELS[name]
-    model, config = random_model(name)
+    fields = gguf.GGUFReader(vocabulary).fields if vocabulary else {}
+    words = len(fields["tokenizer.ggml.tokens"].data) if fields else VOCABULARY
+    model, config = random_model(name, words)
     arch = "llama" if family in ("Llama", "Mistral") else family.lower()
     path = os.path.join(folder, name + ".gguf")
     out = gguf.GGUFWriter(path, arch)
     write_values(out, config, arch, changes.get("sliding_window"))
+    for key in (k for k in fields if k.startswith("tokenizer.")):
+        out.add_key_value(key, fields[key].contents(), *fields[key].types[:2])
     if "rope3" in name:
         out.add_tensor("rope_freqs.weight", rope_factors(model))
     with torch.no_grad():
@@ -146,7 +151,7 @@ def make(name, folder):
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
     out.close()
-    tokens = np.random.default_rng(len(name)).integers(0, VOCABULARY, TOKENS)
+    tokens = np.random.default_rng(len(name)).integers(0, words, TOKENS)
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
     return path, tokens.tolist(), logits

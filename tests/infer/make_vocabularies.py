@@ -50,7 +50,8 @@ def end(out):
 
 
 def make_bpe(pre, folder):
-    """A file with a byte-level BPE vocabulary, and a function that gives the tokens of a text."""
+    """A file with a byte-level BPE vocabulary, and functions that give the tokens of a text and the
+    text of tokens."""
     t = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=pre == "llama-bpe"))
     t.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
         tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS[pre]), "isolated"),
@@ -59,6 +60,7 @@ def make_bpe(pre, folder):
         vocab_size=1200, special_tokens=SPECIAL, show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
     import json
+    t.decoder = tokenizers.decoders.ByteLevel()
     model = json.loads(t.to_str())["model"]
     vocabulary = sorted(model["vocab"], key=model["vocab"].get)
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
@@ -70,7 +72,14 @@ def make_bpe(pre, folder):
     out.add_token_merges(merges)
     out.add_add_bos_token(False)
     end(out)
-    return path, lambda text: t.encode(text, add_special_tokens=False).ids
+    return path, lambda text: t.encode(text, add_special_tokens=False).ids, t.decode
+
+
+def spm_bytes(sp, i):
+    if sp.is_control(i):
+        return b""
+    piece = sp.id_to_piece(i)
+    return bytes([int(piece[1:-1], 16)]) if sp.is_byte(i) else piece.replace("\u2581", " ").encode()
 
 
 def make_spm(folder):
@@ -94,7 +103,8 @@ def make_spm(folder):
     out.add_bos_token_id(sp.bos_id())
     out.add_add_bos_token(False)
     end(out)
-    return path, sp.encode
+    return path, sp.encode, lambda ids: b"".join(spm_bytes(sp, i) for i in ids).decode(
+        errors="replace")
 
 
 def make_all(folder):
