@@ -656,10 +656,10 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
  *
  * A bias of -2.36e38 or less (-FLT_MAX and -inf too) hides the key from the row. So any mask may
  * be given as a bias, alone (ggml's kq_mask; mask.kind is then RA_MASK_NONE) or beside mask: blocks
- * that it hides from all rows of a tile are left out; NaN in other hidden keys may still reach the
- * row. A larger bias such as -1e9 hides a key only in a row that also has keys without it. A row
- * with -1e9 everywhere sees all keys, but its gradients are 0. (Backward takes weights from the f32
- * LSE, off by a factor of up to exp(|LSE| / 2^23): a row whose |LSE| reaches 2^23 has none.) */
+ * that it hides from all rows of a tile are left out; NaN or infinity in other hidden keys may make
+ * the row NaN. A larger bias such as -1e9 hides a key only in a row that also has keys without it.
+ * A row with -1e9 everywhere sees all keys, but its gradients are 0. (Backward takes weights from
+ * the f32 LSE, off by a factor of up to exp(|LSE| / 2^23): from |LSE| 2^23 on there are none.) */
 typedef struct ra_bias {
     const void *data;                  /* aligned to its element; see above */
     int64_t batch_step, head_step, row_step, key_step; /* bytes, multiples of an element */
@@ -1156,7 +1156,7 @@ typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the
     size_t  workspace_bytes;           /* see ra_cache_workspace */
     ra_allocator allocator;
     int64_t watchdog_ns;               /* RA_E_PEER after this long without progress; 0: 60 s */
-    int64_t quiesce_ns;                /* how long ra_cache_destroy, and ra_infer where ranks read
+    int64_t quiesce_ns;                /* how long ra_cache_destroy, and ra_infer where ranks use
                                         * its tensors, may wait after a failure; 0: 30 s */
 } ra_cache_desc;
 
@@ -1191,7 +1191,7 @@ RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, in
  * batch_stride of 0, rows is that of the sequence with the most, so it changes from call to call,
  * and sequences without new tokens take as much room. Without rows here they may be null. cached
  * and fresh are AGREED, and copied. Runs on the calling thread until this rank is done; then no
- * rank touches its tensors (with RA_CAP_SHARED others read them). Statuses as of ra_forward. */
+ * rank touches its tensors (with RA_CAP_SHARED others use them). Statuses as of ra_forward. */
 RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                 const int64_t *fresh, int64_t deadline_ns);
 /* The same on your threads: begin on one of them, then step on any until RA_OK or an error. A step
@@ -21155,10 +21155,10 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  * and the rank sends one partial result for each. None of this depends on ranks, threads, other
  * rows, or what travels.
  *
- * By position. If the number of lanes is not set and memory is shared, the keys of a sequence with
- * 64 new tokens or more are summed in the order of their positions, in the form of prefill, as on
- * one rank with one lane. Such a call is a pool. Each block of 64 keys is copied together out of
- * the memory of the ranks that hold it.
+ * By position. If memory is shared, the number of lanes is not set, and the form is AUTO, the
+ * keys of a sequence with 64 new tokens or more are summed in the order of their positions, in the
+ * form of prefill, as on one rank with one lane. Such a call is a pool. Each block of 64 keys is
+ * copied together out of the memory of the ranks that hold it.
  * PERF: by lanes a row has a sum per lane, and each is begun, ended and merged. All ranks on one
  * thread of a Zen 5, chunks of 256 tokens of a prompt of 2048, 32/8 heads, D 128, bf16, speed
  * relative to one rank: 4 ranks 0.87 -> 0.97, 2 ranks 0.95 -> 0.97.
@@ -21791,7 +21791,7 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->lane_rows = ra__ceil_div(c->d.kv_tokens, RA__LANE_BLOCK * (int64_t)c->lanes);
     c->lane_rows *= RA__LANE_BLOCK;
     c->tile_rows = ra__tile_rows(c, c->lanes > 1 ? RA__PANELS / 2 : RA__PANELS);
-    if (c->ranks > 1 && !c->cd.lanes && c->cd.queries == RA_QUERIES_OWN &&
+    if (c->ranks > 1 && !c->cd.lanes && c->d.form == RA_FORM_AUTO &&
         (c->cd.travel == RA_INFER_AUTO || c->cd.travel == RA_INFER_PASS_KV))
         c->ordered_rows = ra__tile_rows(c, RA__PANELS);
     c->most_rows = c->cd.new_tokens ? c->cd.new_tokens : ra__mul_sat(c->d.sequences, c->d.tokens);
@@ -21865,10 +21865,11 @@ static int64_t ra__partial_length(const ra_cache *c, int32_t rank, int64_t head_
     return ra__sums_message(&c->d, head_rows, ra__rank_trees(c, rank));
 }
 
-/* The longest message, except those of keys. */
+/* The longest message, except those of keys. If all calls are pools there are notes alone. */
 static int64_t ra__cache_message(const ra_cache *c) {
+    const int pools = c->shared && c->cd.travel == RA_INFER_PASS_KV;
     int64_t most = c->shared && c->notes ? RA__NOTE_BYTES : 0;
-    for (int32_t r = 0; r < c->ranks; r++) {
+    for (int32_t r = 0; r < c->ranks && !pools; r++) {
         const int64_t rows = ra__own_most(c, r);
         const int64_t head_rows = ra__max(rows * c->d.q_heads, ra__share_most(c));
         most = ra__max(most, RA__FRAME_BYTES + rows * ra__query_bytes(&c->d));
@@ -23963,7 +23964,8 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
         out->bytes_in += (int64_t)x[RA__SWAP_IN].op.len;
         out->bytes_out += (int64_t)x[RA__SWAP_OUT].op.len;
     }
-    out->bits_any_call = c->d.form == RA_FORM_SAME || !c->decode_tokens;
+    out->bits_any_call = c->d.form == RA_FORM_SAME ||
+                         !(c->decode_tokens || (c->shared && c->ordered_rows));
     return RA_OK;
 }
 

@@ -606,7 +606,7 @@ TEST(pages) {
 }
 
 /* Without a number of lanes prompts over shared memory have the bits of one rank: for every number
- * of ranks and threads, and with pages. */
+ * of ranks and threads, with pages, and if every rank passes all queries. */
 TEST(prompts_by_position) {
     static const int32_t ranks[] = { 2, 3, 4, 8 };
     for (int64_t i = 0; i < 8; i++) {
@@ -623,6 +623,7 @@ TEST(prompts_by_position) {
         if (i == 3) { s.d.mask.window = 100; s.d.mask.keep = 4; }
         if (i == 4) s.d.scores = RA_SCORE_SINKS | RA_SCORE_ALIBI;
         if (i == 5) s.d.mask.kind = RA_MASK_NONE;
+        if (i % 4 == 3) s.cd.queries = RA_QUERIES_ALL;
         script_fill(&s, &r);
         if (i == 6) { s.d.v_in_k = 1; s.d.v_dtype = 0; }
         grow(&s, &r, 300);
@@ -1335,6 +1336,62 @@ TEST(chosen_by_cost) {
     ra_world_destroy(world);
 }
 
+/* The bits_any_call of a cache of 2 ranks with this many heads per KV head. */
+static int32_t any_call(int32_t group, int shared, int32_t lanes, int32_t form) {
+    const int64_t cached = 10, fresh = 3;
+    ra_desc d = ra_desc_make(group, 1, 32, RA_F32, RA_MASK_CAUSAL);
+    ra_infer_report report = { 0 };
+    ra_cache_desc cd = { 0 };
+    ra_world_desc wd = { 0 };
+    ra_world *world = NULL;
+    ra_cache *c = NULL;
+    d.form = form;
+    d.tokens = d.kv_tokens = 160;
+    cd.lanes = lanes;
+    wd.ranks = d.ranks = 2;
+    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+    if (!world) return -1;
+    ra_transport net = *ra_world_transport(world, 0);
+    if (!shared) net.caps &= ~(uint32_t)RA_CAP_SHARED;
+    CHECK_EQ(ra_cache_create(&c, &d, &net, &cd), RA_OK);
+    CHECK_EQ(ra_infer_query(c, &cached, &fresh, &report), RA_OK);
+    CHECK_EQ(ra_cache_destroy(c), RA_OK);
+    ra_world_destroy(world);
+    return report.bits_any_call;
+}
+
+/* More than 16 heads per KV head always take the form of prefill. Then the bits of a row depend on
+ * the call only if prompts are summed by position, which RA_FORM_SAME excludes. */
+TEST(chosen_bits) {
+    h_rng r = h_case_rng(0);
+    script s = script_new(17, 1, 32, RA_F32, 160);
+    outcome whole, parts;
+    for (int shared = 0; shared < 2; shared++) {
+        CHECK_EQ(any_call(16, shared, 0, RA_FORM_AUTO), 0);
+        CHECK_EQ(any_call(16, shared, 0, RA_FORM_SAME), 1);
+        CHECK_EQ(any_call(17, shared, 0, RA_FORM_AUTO), !shared);
+        CHECK_EQ(any_call(17, shared, 8, RA_FORM_AUTO), 1);
+        CHECK_EQ(any_call(17, shared, 0, RA_FORM_SAME), 1);
+    }
+    s.cd.lanes = 0;
+    s.d.form = RA_FORM_SAME;
+    script_fill(&s, &r);
+    s.steps = 1;
+    s.fresh[0][0] = 150;
+    whole = script_run(&s, 2);
+    compare(&s, &whole, &r, tolerance(&s));
+    for (s.steps = 0; s.steps < 5; s.steps++) {
+        s.cached[s.steps][0] = 30 * s.steps;
+        s.fresh[s.steps][0] = 30;
+    }
+    parts = script_run(&s, 2);
+    CHECK_BITS(parts.o, whole.o, 150 * s.d.q_heads * s.d.v_dim * 4);
+    CHECK_BITS(parts.lse, whole.lse, 150 * s.d.q_heads * 4);
+    outcome_free(&parts);
+    outcome_free(&whole);
+    script_free(&s);
+}
+
 /* What AUTO chooses on a rank for one sequence, with these rates, if messages are copied. */
 static int32_t travel_by_rates(const ra_rates *rates, int32_t rank, int32_t q_heads, int64_t fresh,
                             int64_t cached) {
@@ -1541,7 +1598,7 @@ TEST(refusals) {
 
 /* A network that takes messages of up to its max_msg. */
 typedef struct narrow { const ra_transport *below; size_t most, longest; } narrow;
-typedef struct narrow_run { size_t most, longest[2]; ra_status end[2]; } narrow_run;
+typedef struct narrow_run { size_t most, longest[2]; int32_t heads; ra_status end[2]; } narrow_run;
 
 static int narrow_post(void *ctx, ra_transport_op *const *ops, int n) {
     narrow *x = (narrow *)ctx;
@@ -1564,10 +1621,10 @@ static int narrow_quiesce(void *ctx, int64_t deadline_ns) {
 static ra_status narrow_rank(ra_world *world, int rank, void *user) {
     narrow_run *its = (narrow_run *)user;
     const int64_t cached = 0, fresh = 2;
-    float room[4][64];
+    float room[4][256];
     narrow x = { ra_world_transport(world, rank), its->most, 0 };
     ra_transport net = *x.below;
-    script s = script_new(1, 1, 4, RA_F32, 2);
+    script s = script_new(its->heads, 1, 4, RA_F32, 2);
     ra_cache *c = NULL;
     ra_tensors t = { 0 };
     memset(room, 0, sizeof room);
@@ -1594,17 +1651,21 @@ static ra_status narrow_rank(ra_world *world, int rank, void *user) {
 /* A cache is refused exactly if one of its messages is longer than the network takes, including
  * those that say where a rank stores its keys. */
 TEST(longest_messages) {
-    narrow_run wide = { 0 }, x;
-    wide.most = 4096;
-    CHECK_EQ(ra_world_run(2, narrow_rank, &wide, NULL), RA_OK);
-    CHECK(wide.end[0] == RA_OK && wide.end[1] == RA_OK && wide.longest[0] == wide.longest[1]);
-    for (size_t most = 64; most <= 256; most += 8) {
-        const ra_status due = most < wide.longest[0] ? RA_E_TRANSPORT : RA_OK;
-        memset(&x, 0, sizeof x);
-        x.most = most;
-        CHECK_EQ(ra_world_run(2, narrow_rank, &x, NULL), RA_OK);
-        CHECK_EQ(x.end[0], due);
-        CHECK_EQ(x.end[1], due);
+    for (int32_t heads = 1; heads <= 8; heads += 7) {
+        narrow_run wide = { 0 }, x;
+        wide.most = 4096;
+        wide.heads = heads;
+        CHECK_EQ(ra_world_run(2, narrow_rank, &wide, NULL), RA_OK);
+        CHECK(wide.end[0] == RA_OK && wide.end[1] == RA_OK && wide.longest[0] == wide.longest[1]);
+        for (size_t most = 64; most <= 256; most += 8) {
+            const ra_status due = most < wide.longest[0] ? RA_E_TRANSPORT : RA_OK;
+            memset(&x, 0, sizeof x);
+            x.most = most;
+            x.heads = heads;
+            CHECK_EQ(ra_world_run(2, narrow_rank, &x, NULL), RA_OK);
+            CHECK_EQ(x.end[0], due);
+            CHECK_EQ(x.end[1], due);
+        }
     }
 }
 
@@ -2002,7 +2063,7 @@ static const h_test tests[] = {
     ENTRY(threads_share_heads), ENTRY(long_caches), ENTRY(lanes_and_weights),
     ENTRY(chosen_lanes), ENTRY(drafts_are_exact),
     ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(chosen_by_cost), ENTRY(chosen_by_rates),
-    ENTRY(chosen_merges), ENTRY(merge_trees),
+    ENTRY(chosen_bits), ENTRY(chosen_merges), ENTRY(merge_trees),
     ENTRY(refusals),
     ENTRY(longest_messages), ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(unseen_pages),
     ENTRY(failures), ENTRY(disagreements), ENTRY(ends_in_the_middle_of_a_call),

@@ -1306,9 +1306,10 @@ static void cache_random(cache_world *w) {
     if (small_chance(60)) w->d.rates.flops_per_s = w->d.rates.link_bytes_per_s = 1e12;
     w->cd.queries = small_chance(60) ? RA_QUERIES_ALL : RA_QUERIES_OWN;
     w->cd.travel = (int32_t)small_rand(4);
-    if (w->cd.queries && w->cd.travel == RA_INFER_PASS_KV) w->cd.travel = RA_INFER_MERGE;
+    if (w->cd.queries && w->cd.travel == RA_INFER_PASS_KV && !c.shared)
+        w->cd.travel = RA_INFER_MERGE;
     w->cd.lanes = small_chance(70) ? w->ranks * small_range(1, 3) : w->ranks + small_range(0, 9);
-    if (c.shared && w->d.tokens == 90 && !w->cd.queries && w->cd.travel % 2 == 0) w->cd.lanes = 0;
+    if (c.shared && w->d.tokens == 90 && w->cd.travel % 2 == 0) w->cd.lanes = 0;
     w->net = net_create(&c);
     w->seat = (cache_seat *)calloc((size_t)w->ranks, sizeof *w->seat);
     if (!w->seat) abort();
