@@ -136,8 +136,8 @@
  * parallelism (they work around it), GPUs, networks (you supply one; threads of one process are
  * built in). Sharding a sequence of fewer than about 8K tokens gains nothing. A forked child must
  * not use rings or worlds created before fork(). Do not call the library from signal handlers or
- * with thread cancellation enabled. It needs gcc 12 or clang 14, or later, on Linux or mingw.
- * x86-64 and AArch64 have kernels in vector instructions.
+ * with thread cancellation enabled. It is C99 that also compiles as C++11, for gcc 12 or clang 14,
+ * or later, on Linux or mingw. x86-64 and AArch64 have kernels in vector instructions.
  *
  * Words that this file uses
  *   rank      one participant of a ring: a process, or a thread of the bundled world
