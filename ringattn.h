@@ -2046,6 +2046,44 @@ static void ra__refuse_more(ra_error *e, const char *text, int64_t value, int64_
     ra__say_pair(&x, text, value, other);
 }
 
+/* Appends a number of 6 digits: "-0.5", "30", "1e-7", "inf", "NaN". */
+static void ra__say_real(ra__text *x, double v) {
+    char digits[6], out[24], *to = out;
+    int n = 6, power = 0;
+    double size = v < 0 ? -v : v;
+    if (v != v || v - v != 0) {
+        ra__put(x, v != v ? "NaN" : v < 0 ? "-inf" : "inf");
+        return;
+    }
+    for (; size >= 999999.5; power++) size /= 10;
+    for (; size > 0 && size < 99999.95; power--) size *= 10;
+    for (int64_t i = n, all = (int64_t)(size + 0.5); i--; all /= 10)
+        digits[i] = (char)('0' + (int)(all % 10));
+    while (n > 1 && digits[n - 1] == '0') n--;
+    int point = size > 0 ? power + 6 : 1;                  /* digits before the decimal point */
+    const int scale = point < -3 || point > 9 ? point - 1 : 0;
+    point -= scale;
+    if (v < 0) *to++ = '-';
+    for (int i = point < 1 ? point - 1 : 0; i < n || i < point; i++) {
+        if (i == point) *to++ = '.';
+        *to++ = i >= 0 && i < n ? digits[i] : '0';
+    }
+    *to = 0;
+    ra__put(x, out);
+    if (scale) ra__say_pair(x, "e#", scale, 0);
+}
+
+/* As ra__refuse, of a real number, which follows the text. */
+RA__COLD ra_status ra__refuse_real(ra_error *e, ra_status s, const char *field, const char *text,
+                                   double value) {
+    if (!e) return s;
+    (void)ra__refuse(e, s, field, text, 0);
+    ra__text x = { e->text, sizeof e->text, strlen(e->text) };
+    ra__put(&x, "; it was ");
+    ra__say_real(&x, value);
+    return s;
+}
+
 /* *out = a * b, for a, b >= 0. Returns 0 if that overflows 62 bits. */
 RA__INLINE int ra__mul(int64_t a, int64_t b, int64_t *out) {
     return !__builtin_mul_overflow(a, b, out) && *out < ((int64_t)1 << 62);
@@ -9742,6 +9780,11 @@ RA__INLINE void ra__refuse_pair_if(ra__checks *x, int broken, ra_status status, 
     if (!x->status && broken) x->status = ra__refuse_pair(x->e, status, field, text, value, other);
 }
 
+RA__INLINE void ra__refuse_real_if(ra__checks *x, int broken, ra_status status, const char *field,
+                                   const char *text, double value) {
+    if (!x->status && broken) x->status = ra__refuse_real(x->e, status, field, text, value);
+}
+
 /* An allocator has both of its callbacks or neither. */
 static ra_status ra__check_allocator(const ra_allocator *a, const char *field, ra_error *e) {
     if (!a->alloc == !a->free) return RA_OK;
@@ -10360,22 +10403,30 @@ RA__INLINE int ra__rate_valid(double x) { return x > 0 && x <= 1e300; }
 RA__INLINE int ra__rates_unknown(const ra_rates *x) {
     return x->flops_per_s == 0 && x->link_bytes_per_s == 0 && x->link_latency_s == 0;
 }
-RA__INLINE int ra__rates_valid(const ra_rates *x) {
-    return ra__rate_valid(x->flops_per_s) && ra__rate_valid(x->link_bytes_per_s) &&
-           (x->link_latency_s == 0 || ra__rate_valid(x->link_latency_s));
+
+static ra_status ra__check_rates(const ra_rates *r, ra_error *e) {
+    ra__checks x = { e, RA_OK };
+    ra__refuse_real_if(&x, !ra__rate_valid(r->flops_per_s), RA_E_RANGE, "rates.flops_per_s",
+                       "must be finite and above 0", r->flops_per_s);
+    ra__refuse_real_if(&x, !ra__rate_valid(r->link_bytes_per_s), RA_E_RANGE,
+                       "rates.link_bytes_per_s", "must be finite and above 0",
+                       r->link_bytes_per_s);
+    ra__refuse_real_if(&x, r->link_latency_s != 0 && !ra__rate_valid(r->link_latency_s), RA_E_RANGE,
+                       "rates.link_latency_s", "must be finite and not negative",
+                       r->link_latency_s);
+    return x.status;
 }
 
 static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
     ra__checks x = { e, RA_OK };
-    ra__refuse_if(&x, !ra__is_finite(d->scale) || d->scale < 0.0f, RA_E_RANGE, "scale",
-                  "must be finite and not negative", 0);
-    ra__refuse_if(&x, !ra__is_finite(d->softcap) || d->softcap < 0.0f, RA_E_RANGE, "softcap",
-                  "must be finite and not negative", 0);
-    ra__refuse_if(&x, !(d->dropout >= 0.0f && d->dropout < 1.0f), RA_E_RANGE, "dropout",
-                  "must be at least 0 and less than 1", 0);
-    ra__refuse_if(&x, !ra__rates_unknown(&d->rates) && !ra__rates_valid(&d->rates), RA_E_RANGE,
-                  "rates", "must be finite and above 0 (the latency may be 0), or all 0", 0);
-    return x.status;
+    ra__refuse_real_if(&x, !ra__is_finite(d->scale) || d->scale < 0.0f, RA_E_RANGE, "scale",
+                       "must be finite and not negative", (double)d->scale);
+    ra__refuse_real_if(&x, !ra__is_finite(d->softcap) || d->softcap < 0.0f, RA_E_RANGE, "softcap",
+                       "must be finite and not negative", (double)d->softcap);
+    ra__refuse_real_if(&x, !(d->dropout >= 0.0f && d->dropout < 1.0f), RA_E_RANGE, "dropout",
+                       "must be at least 0 and less than 1", (double)d->dropout);
+    if (x.status || ra__rates_unknown(&d->rates)) return x.status;
+    return ra__check_rates(&d->rates, e);
 }
 
 /* RA_Q8_0 has blocks of 32 elements and is for K and V only. */
@@ -16806,7 +16857,7 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
     ra__prediction_scratch m;
     if (!plan || !rates || !out) return RA_E_NULL;
     if (rank < 0 || rank >= plan->d.ranks) return RA_E_RANGE;
-    if (!ra__rates_valid(rates)) return RA_E_RANGE;
+    if (ra__check_rates(rates, NULL)) return RA_E_RANGE;
     ra__predict_carve(&arena, plan, &m);
     int64_t bytes = arena.used;
     arena.base = (uint8_t *)ra__alloc(&plan->allocator, bytes, 64);
@@ -24021,9 +24072,9 @@ static const ra_hardware ra__est_networks[] = {
 /* Refuses what is not a number between least and 1e30. A 0 below least counts as unset. */
 static void ra__est_real(ra__checks *x, const char *field, double v, double least) {
     const int finite = (ra__f64_bits(v) >> 52 & 0x7ff) != 0x7ff;
-    ra__refuse_if(x, finite && v == 0.0 && least > 0.0, RA_E_UNSET, field, "must be set, is #", 0);
-    ra__refuse_if(x, !finite || v < least || v > 1e30, RA_E_RANGE, field,
-                  "must be a number between # and 1e30", (int64_t)least);
+    const ra_status s = v == 0.0 ? RA_E_UNSET : RA_E_RANGE;
+    ra__refuse_real_if(x, !finite || v < least || v > 1e30, s, field, least > 0.0
+                       ? "must be a number from 1 to 1e30" : "must be a number from 0 to 1e30", v);
 }
 
 static ra_status ra__est_check_hardware(ra_error *e, const ra_hardware *hw) {

@@ -490,15 +490,29 @@ TEST(desc_runs) {
 }
 
 TEST(desc_floats) {
+    static const struct { float value; const char *text; } wrong[] = {
+        { -0.5f, "it was -0.5" }, { 1.0f, "it was 1" }, { 30.0f, "it was 30" },
+        { -0.0001234567f, "it was -0.000123457" }, { -1e-5f, "it was -1e-5" },
+        { 1234567.0f, "it was 1234570" }, { 9.9999999e9f, "it was 1e10" },
+        { -3.4e38f, "it was -3.4e38" }, { -1e-45f, "it was -1.4013e-45" },
+        { 123.456f, "it was 123.456" },
+    };
     const float bad[3] = { NAN, INFINITY, -INFINITY };
+    const char *const text[3] = { "it was NaN", "it was inf", "it was -inf" };
     ra_desc d;
     for (int i = 0; i < 3; i++) {
         base_desc(&d, ONE);
         d.scale = bad[i];
-        refuse_desc(&d, RA_E_RANGE, "scale", NULL);
+        refuse_desc(&d, RA_E_RANGE, "scale", text[i]);
         base_desc(&d, ONE);
         d.softcap = bad[i];
-        refuse_desc(&d, RA_E_RANGE, "softcap", NULL);
+        refuse_desc(&d, RA_E_RANGE, "softcap", text[i]);
+    }
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        base_desc(&d, ONE);
+        d.train = 1;
+        d.dropout = wrong[i].value;
+        refuse_desc(&d, RA_E_RANGE, "dropout", wrong[i].text);
     }
 }
 
@@ -506,6 +520,11 @@ TEST(desc_floats) {
 TEST(desc_rates) {
     static const double bad[5][3] = { { 0, 1, 0 }, { 1, 0, 0 }, { 0, 0, 1 }, { 1, 1, -1 },
                                       { -1, 1, 1 } };
+    static const int which[5] = { 0, 1, 0, 2, 0 };
+    static const char *const field[3] = { "rates.flops_per_s", "rates.link_bytes_per_s",
+                                          "rates.link_latency_s" };
+    static const char *const words[6] = { "it was 0", "it was 0", "it was 0", "it was -1",
+                                          "it was -1", NULL };
     for (int i = 0; i < 5 + 6; i++) {
         double x[3] = { 1e11, 1e9, 1e-5 };
         ra_desc d;
@@ -515,7 +534,7 @@ TEST(desc_rates) {
         d.rates.flops_per_s = x[0];
         d.rates.link_bytes_per_s = x[1];
         d.rates.link_latency_s = x[2];
-        refuse_desc(&d, RA_E_RANGE, "rates", NULL);
+        refuse_desc(&d, RA_E_RANGE, field[i < 5 ? which[i] : (i - 5) % 3], words[i < 5 ? i : 5]);
     }
 }
 
