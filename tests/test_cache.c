@@ -92,6 +92,11 @@ static void outcome_free(outcome *x) {
     free(x->lse);
 }
 
+static void same_bits(const script *s, const outcome *got, const outcome *want) {
+    CHECK_BITS(got->o, want->o, q_size(s) * s->d.v_dim * 4);
+    CHECK_BITS(got->lse, want->lse, q_size(s) * 4);
+}
+
 /* -------------------------------------------------------------------------- one rank */
 typedef struct engine { ra_cache *c; int ith; ra_status end; } engine;
 
@@ -473,6 +478,14 @@ static script script_new(int32_t hq, int32_t hkv, int32_t dim, int32_t dtype, in
     return s;
 }
 
+/* Case i: GQA or MHA, two dims, every dtype of the cache, 1 to 3 sequences. */
+static script script_case(int64_t i) {
+    static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
+    script s = script_new(i % 3 ? 4 : 6, i % 3 ? 2 : 6, i % 2 ? 64 : 32, dtype[i % 4], 700);
+    s.d.sequences = 1 + (int32_t)(i % 3);
+    return s;
+}
+
 static double tolerance(const script *s) {
     return s->d.q_dtype == RA_BF16 ? 4e-3 : 4e-6;
 }
@@ -481,7 +494,6 @@ static double tolerance(const script *s) {
 static void everywhere(script *s, h_rng *r) {
     static const int32_t ranks[] = { 2, 3, 4, 5, 8 };
     outcome one = script_run(s, 1);
-    int64_t n = q_size(s);
     compare(s, &one, r, tolerance(s));
     for (size_t i = 0; i < sizeof ranks / sizeof *ranks; i++) {
         outcome many;
@@ -490,8 +502,7 @@ static void everywhere(script *s, h_rng *r) {
         s->level_0 = h_below(r, 3);
         if (s->cd.queries == RA_QUERIES_ALL && s->cd.travel == RA_INFER_PASS_KV) s->level_0 = 0;
         many = script_run(s, ranks[i]);
-        CHECK_BITS(many.o, one.o, n * s->d.v_dim * 4);
-        CHECK_BITS(many.lse, one.lse, n * 4);
+        same_bits(s, &many, &one);
         outcome_free(&many);
     }
     s->cd.travel = RA_INFER_AUTO;
@@ -501,12 +512,10 @@ static void everywhere(script *s, h_rng *r) {
 
 TEST(ranks_and_travel) {
     for (int64_t i = 0; i < 11; i++) {
-        static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
         h_rng r = h_case_rng(i);
         script s;
         if (!h_case(i)) continue;
-        s = script_new(i % 3 ? 4 : 6, i % 3 ? 2 : 6, i % 2 ? 64 : 32, dtype[i % 4], 700);
-        s.d.sequences = 1 + (int32_t)(i % 3);
+        s = script_case(i);
         if (i % 4 == 2) s.d.q_dtype = RA_BF16;
         if (i == 3) s.d.mask.window = 100;
         if (i == 4) { s.d.mask.window = 64; s.d.mask.keep = 4; }
@@ -548,8 +557,7 @@ TEST(pools_of_all_queries) {
             s.threads = 1 + h_below(&r, 2);
             s.page = h_below(&r, 4);
             many = script_run(&s, ranks[i / 2]);
-            CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
-            CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
+            same_bits(&s, &many, &one);
             if (!auto_one) CHECK_EQ(many.travel[RA_INFER_PASS_KV], s.steps);
             if (ranks[i / 2] <= s.d.sequences) CHECK(many.travel[RA_INFER_PASS_KV] > 0);
             outcome_free(&many);
@@ -564,13 +572,11 @@ TEST(pools_of_all_queries) {
 TEST(pages) {
     static const int32_t ranks[] = { 1, 2, 3, 5 };
     for (int64_t i = 0; i < 12; i++) {
-        static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
         h_rng r = h_case_rng(i);
         script s;
         outcome plain;
         if (!h_case(i)) continue;
-        s = script_new(i % 3 ? 4 : 6, i % 3 ? 2 : 6, i % 2 ? 64 : 32, dtype[i % 4], 700);
-        s.d.sequences = 1 + (int32_t)(i % 3);
+        s = script_case(i);
         s.d.tokens = i % 2 ? 150 : 40;
         if (i % 4 == 2) s.d.q_dtype = RA_BF16;
         if (i == 3 || i == 8) { s.d.mask.window = 60; s.d.mask.keep = i == 8 ? 20 : 0; }
@@ -593,8 +599,7 @@ TEST(pages) {
                 outcome many;
                 s.cd.travel = travel;
                 many = script_run(&s, n);
-                CHECK_BITS(many.o, plain.o, q_size(&s) * s.d.v_dim * 4);
-                CHECK_BITS(many.lse, plain.lse, q_size(&s) * 4);
+                same_bits(&s, &many, &plain);
                 if (i > 9 && n == 1) CHECK(many.spare > 2 + s.d.sequences);
                 outcome_free(&many);
             }
@@ -610,14 +615,12 @@ TEST(pages) {
 TEST(prompts_by_position) {
     static const int32_t ranks[] = { 2, 3, 4, 8 };
     for (int64_t i = 0; i < 8; i++) {
-        static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
         h_rng r = h_case_rng(i);
         script s;
         outcome one, many;
         int64_t prompts = 0;
         if (!h_case(i)) continue;
-        s = script_new(i % 3 ? 4 : 6, i % 3 ? 2 : 6, i % 2 ? 64 : 32, dtype[i % 4], 700);
-        s.d.sequences = 1 + (int32_t)(i % 3);
+        s = script_case(i);
         s.cd.lanes = 0;
         if (i == 2) s.d.q_dtype = RA_BF16;
         if (i == 3) { s.d.mask.window = 100; s.d.mask.keep = 4; }
@@ -644,8 +647,7 @@ TEST(prompts_by_position) {
             s.threads = 1 + h_below(&r, 3);
             s.cd.travel = h_below(&r, 2) ? RA_INFER_AUTO : RA_INFER_PASS_KV;
             many = script_run(&s, ranks[j]);
-            CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
-            CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
+            same_bits(&s, &many, &one);
             CHECK_EQ(many.travel[RA_INFER_PASS_KV], prompts);
             outcome_free(&many);
         }
@@ -676,8 +678,7 @@ TEST(ring_buffers) {
         s.ring = 1;
         s.threads = 1 + h_below(&r, 2);
         ring = script_run(&s, ranks[i % 4]);
-        CHECK_BITS(ring.o, plain.o, q_size(&s) * s.d.v_dim * 4);
-        CHECK_BITS(ring.lse, plain.lse, q_size(&s) * 4);
+        same_bits(&s, &ring, &plain);
         s.ring = 0;
         outcome_free(&plain);
         plain = script_run(&s, 1);     /* and the bits of one rank */
@@ -727,8 +728,7 @@ TEST(shared_prefixes) {
         plain = script_run(&s, 1);
         s.page = 1 + h_below(&r, 5);
         shared = script_run(&s, s.cd.lanes);
-        CHECK_BITS(shared.o, plain.o, q_size(&s) * s.d.v_dim * 4);
-        CHECK_BITS(shared.lse, plain.lse, q_size(&s) * 4);
+        same_bits(&s, &shared, &plain);
         compare(&s, &plain, &r, 2 * tolerance(&s));
         outcome_free(&plain);
         outcome_free(&shared);
@@ -940,8 +940,7 @@ TEST(long_caches) {
         s.page = 1;                    /* pages of 32 tokens on rank 0 */
         many = script_run(&s, s.cd.lanes);
         compare(&s, &one, &r, 8e-6);
-        CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
-        CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
+        same_bits(&s, &many, &one);
         outcome_free(&many);
         outcome_free(&one);
         script_free(&s);
@@ -971,8 +970,7 @@ TEST(lanes_and_weights) {
         if (i % 2) s.d.layout.weights = weights;
         many = script_run(&s, ranks);
         compare(&s, &one, &r, tolerance(&s));
-        CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
-        CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
+        same_bits(&s, &many, &one);
         outcome_free(&many);
         s.cd.lanes = 0;
         many = script_run(&s, ranks);
@@ -1208,8 +1206,7 @@ TEST(joined_threads) {
         x.ranks = 1 + (int32_t)(i % 3);
         s.threads = 2 + (int)(i / 2 % 3);
         CHECK_EQ(ra_world_run(x.ranks, crew_rank, &x, NULL), RA_OK);
-        CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
-        CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
+        same_bits(&s, &many, &one);
         outcome_free(&many);
         outcome_free(&one);
         script_free(&s);
@@ -1525,8 +1522,7 @@ TEST(merge_trees) {
             s.threads = 1 + h_below(&r, 3);
             s.cd.travel = i > 1 || !s.level_0 ? RA_INFER_MERGE : RA_INFER_AUTO;
             many = script_run(&s, ranks[i]);
-            CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
-            CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
+            same_bits(&s, &many, &one);
             CHECK_EQ(many.most, ranks[i] == 4 ? 2 : ranks[i] == 8 ? 3 : 2 * (ranks[i] - 1));
             outcome_free(&many);
         }
@@ -1988,10 +1984,11 @@ TEST(ends_in_the_middle_of_a_call) {
     for (int i = 0; i < 8 * ENDS; i++) {
         h_rng r = h_case_rng(i);
         ending x = { 0 };
+        int64_t left = i;
         if (!h_case(i)) continue;
-        x.what = i % ENDS;
-        x.tree = i / ENDS % 2;
-        x.queries = x.tree || i / ENDS % 4 == 2 ? RA_QUERIES_ALL : RA_QUERIES_OWN;
+        x.what = h_pick(&left, ENDS);
+        x.tree = h_pick(&left, 2);
+        x.queries = x.tree || h_pick(&left, 2) ? RA_QUERIES_ALL : RA_QUERIES_OWN;
         x.spins = h_below(&r, 300);
         (void)ra_world_run(3 + x.tree, ending_rank, &x, NULL);
         for (int rank = 0; rank < 3 + x.tree; rank++)

@@ -265,17 +265,23 @@ static inline ra_status ring_alone(const ring_task *t, float *one) {
 }
 
 /* -------------------------------------------------------------------------- what is printed */
-/* How many numbers have other bits; -1: one rank failed, or no memory. */
-static inline int64_t ring_compare(const ring_task *t, const float *all) {
+/* How many numbers have other bits; -1: one rank failed, or no memory. partly: rows of other ranks
+ * are zero in `all`, and are not compared. */
+static inline int64_t ring_compare_some(const ring_task *t, const float *all, int partly) {
     const size_t n = ring_floats(t);
     float *one = (float *)calloc(n, sizeof *one);
     int64_t differ = -1;
     if (one && !ring_alone(t, one)) {
         differ = 0;
-        for (size_t i = 0; i < n; i++) differ += memcmp(&all[i], &one[i], sizeof *one) != 0;
+        for (size_t i = 0; i < n; i++)
+            if (!partly || all[i] > 0 || all[i] < 0)
+                differ += memcmp(&all[i], &one[i], sizeof *one) != 0;
     }
     free(one);
     return differ;
+}
+static inline int64_t ring_compare(const ring_task *t, const float *all) {
+    return ring_compare_some(t, all, 0);
 }
 
 static inline void ring_table(const ring_figures *f, int ranks) {
@@ -310,6 +316,16 @@ static inline int ring_judge(const ring_task *t, const ring_figures *f, int rank
            (long long)differ, (long long)ring_floats(t),
            f[0].bits_promised || !differ ? "" : " (not promised for this length)");
     return differ < 0 || (differ > 0 && f[0].bits_promised);
+}
+
+/* The same for one rank of many, which computes alone what one rank would. */
+static inline int ring_judge_one(const ring_task *t, const ring_figures *f, int rank,
+                                 const float *all) {
+    const int64_t differ = ring_compare_some(t, all, 1);
+    ring_table(f, 1);
+    printf("rank %d: %lld of its numbers have other bits than those of one rank\n", rank,
+           (long long)differ);
+    return differ < 0 || (differ > 0 && f->bits_promised);
 }
 
 /* --tokens N --heads N --kv-heads N --dim N --chunk N --full --seconds N. Returns how many
