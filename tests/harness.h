@@ -168,6 +168,14 @@ static inline int h_check_bits(h_site at, const void *got, const void *want, siz
     return 0;
 }
 
+/* One parameter of a case, 0..n - 1: the last digit in base n of the case's number, which loses it.
+ * The parameter that is taken first changes from case to case. */
+static inline int h_pick(int64_t *number, int n) {
+    const int digit = (int)(*number % n);
+    *number /= n;
+    return digit;
+}
+
 /* Says that this test cannot run here. */
 static inline void h_skip(const char *why) {
     printf("%s: skipped: %s\n", h_run.test, why);

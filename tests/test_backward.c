@@ -257,8 +257,9 @@ TEST(masks_and_layouts) {
     wish w = { 0, 0, 1, -1, 2e6 };
     int64_t n = h_run.large ? 40 : 2;
     for (int64_t i = 0; i < n * MASKS * 4; i++) {
-        w.mask = (int)(i % MASKS);
-        w.layout = layouts[i / MASKS % 4];
+        int64_t left = i;
+        w.mask = h_pick(&left, MASKS);
+        w.layout = layouts[h_pick(&left, 4)];
         w.options = i < MASKS * 4 ? 0 : -1;
         random_case(i, &w, i < MASKS * 4 ? 0 : -1);
     }
@@ -433,10 +434,12 @@ TEST(threads_do_not_change_bits) {
         setup s;
         float *one, *many;
         size_t n, m;
+        int64_t left = i;
+        const int32_t *const head = heads[h_pick(&left, 3)];
         if (!h_case(i)) continue;
-        problem_shape(&p, 300, heads[i % 3][0], heads[i % 3][1], 24, 17);
-        p.mask.kind = i / 3 % 2 ? RA_MASK_CAUSAL : RA_MASK_NONE;
-        if (i / 6 % 2) p.mask.window = 100;
+        problem_shape(&p, 300, head[0], head[1], 24, 17);
+        p.mask.kind = h_pick(&left, 2) ? RA_MASK_CAUSAL : RA_MASK_NONE;
+        if (h_pick(&left, 2)) p.mask.window = 100;
         problem_options(&p, &r, i % 2 ? RA_SCORE_SINKS | RA_SCORE_BIAS : 0);
         p.dropout = i % 5 == 4 ? 0.2f : 0;
         hand_setup(&s, i < 12 ? RA_LAYOUT_CONTIGUOUS : RA_LAYOUT_ZIGZAG, RA_ISA_AUTO, 1);
@@ -570,7 +573,7 @@ TEST(unseen_is_zero) {
         float row[D];
         problem_shape(&p, T, 1, 1, D, D);
         p.mask.kind = RA_MASK_INTERVALS;
-        for (i = 0; i < T; i++) {      /* keys 0..9 and 100.. for nobody, rows 50..79 see none */
+        for (i = 0; i < T; i++) {      /* no row sees keys 0..9 and 100.. or is in 50..79 */
             lo[i] = 10;
             hi[i] = i >= 50 && i < 80 ? 10 : 100;
         }

@@ -32,8 +32,8 @@ static void spoil(problem *p, h_rng *r) {
 
 /* Case i of all masks and layouts. */
 static void random_case(problem *p, setup *s, h_rng *r, wish *w, int64_t i) {
-    w->mask = (int)(i % MASKS);
-    w->layout = (int)(i / MASKS % LAYOUTS);
+    w->mask = h_pick(&i, MASKS);
+    w->layout = h_pick(&i, LAYOUTS);
     random_problem(p, r, w);
     random_setup(s, p, r, w);
     problem_dtypes(p, RA_BF16, RA_BF16, RA_BF16, (int32_t)h_range(r, RA_F32, RA_BF16));
@@ -68,17 +68,19 @@ TEST(one_nan) {
         problem p;
         setup s;
         float *x;
+        int64_t left = i;
+        const int which = h_pick(&left, 3), isa = h_pick(&left, 2), mask = (int)left;
         if (!h_case(i)) continue;
         problem_shape(&p, 140, 2, 1, 35, 37);
-        problem_mask(&p, &r, (int)(i / 6));
+        problem_mask(&p, &r, mask);
         problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_F32);
         problem_data(&p, &r);
-        x = i % 3 == 0 ? p.q + (row * 2 + 1) * 35 + h_range(&r, 0, 34)
-          : i % 3 == 1 ? p.k + row * 35 + h_range(&r, 0, 34) : p.v + row * 37 + h_range(&r, 0, 36);
+        x = which == 0 ? p.q + (row * 2 + 1) * 35 + h_range(&r, 0, 34)
+          : which == 1 ? p.k + row * 35 + h_range(&r, 0, 34) : p.v + row * 37 + h_range(&r, 0, 36);
         *x = h_one_in(&r, 2) ? (float)NAN : HUGE_VALF;
-        if (i % 3 < 2) *x = (float)NAN;
+        if (which < 2) *x = (float)NAN;
         setup_plain(&s, (int)h_range(&r, 1, 4), RA_LAYOUT_CONTIGUOUS + (int32_t)h_range(&r, 0, 2));
-        s.isa = isas[i / 3 % 2];
+        s.isa = isas[isa];
         s.chunk_tokens = 64;
         world_compare(&p, &s);
         problem_free(&p);
@@ -216,15 +218,18 @@ TEST(sums_past_the_limit) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
+        int64_t left = i;
+        const float rise = rises[h_pick(&left, 4)];
+        const int32_t isa = isas[h_pick(&left, 2)];
         if (!h_case(i)) continue;
         problem_shape(&p, 230, 1, 1, 40, 40);
         problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_F32);
         if (i >= 8) problem_options(&p, &r, i % 2 ? RA_SCORE_BIAS : RA_SCORE_BIAS | RA_SCORE_ALIBI);
-        problem_rises(&p, rises[i % 4], &r);
+        problem_rises(&p, rise, &r);
         setup_plain(&s, 1, RA_LAYOUT_CONTIGUOUS);
-        s.isa = isas[i / 4 % 2];
+        s.isa = isa;
         world_compare(&p, &s);
-        if (i < 8) stale_maxima(&p, s.isa, rises[i % 4] > 10, 4.3e9f);
+        if (i < 8) stale_maxima(&p, s.isa, rise > 10, 4.3e9f);
         problem_free(&p);
     }
 }

@@ -461,7 +461,7 @@ TEST(quiesce_of_the_world_on_another_clock) {
 
 /* A rank between two passes uses nothing of a rank that fails, so that one does not wait for it:
  * neither before its first pass nor after one, nor while a third rank in the pass learns of it. A
- * pass that it begins later fails at once. */
+ * pass that it begins later fails immediately. */
 TEST(world_waits_for_no_rank_that_rests) {
     enum { AT_FIRST, LATER, THIRD, WAYS };
     rig *g = rig_new(3, 384, 1);
@@ -1003,7 +1003,8 @@ TEST(sendrecv_names_what_differs) {
     static const char *const text[3] = { ": mask", ": layout", ": chunk_tokens" };
     static const int worlds[3] = { 2, 3, 5 };
     for (int i = 0; i < 3 * 5 * 3; i++) {
-        const int ranks = worlds[i % 3], odd = i / 3 % 5, what = i / 15;
+        int64_t left = i;
+        const int ranks = worlds[h_pick(&left, 3)], odd = h_pick(&left, 5), what = (int)left;
         pthread_t id[RANKS];
         seat_0 seat[RANKS];
         mail_desc d;

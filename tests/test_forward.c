@@ -37,8 +37,9 @@ TEST(masks_and_layouts) {
     wish w = { 0, 0, 0, -1, 4e6 };
     int64_t n = h_run.large ? 40 : 2;
     for (int64_t i = 0; i < n * MASKS * LAYOUTS; i++) {
-        w.mask = (int)(i % MASKS);
-        w.layout = (int)(i / MASKS % LAYOUTS);
+        int64_t left = i;
+        w.mask = h_pick(&left, MASKS);
+        w.layout = h_pick(&left, LAYOUTS);
         w.options = i < MASKS * LAYOUTS ? 0 : -1;
         random_case(i, &w, i < MASKS * LAYOUTS ? 0 : -1);
     }
@@ -191,14 +192,17 @@ TEST(cross_attention) {
     static const int64_t keys[3] = { 113, 512, 1024 }, queries[4] = { 1, 3, 32, 75 };
     for (int64_t i = 0; i < 48; i++) {
         problem p;
+        int64_t left = i;
+        const int64_t rows = queries[h_pick(&left, 4)], all = keys[h_pick(&left, 3)];
+        const int ranks = h_pick(&left, 2) ? 5 : 2, causal = (int)left;
         if (!h_case(i)) continue;
-        problem_shape(&p, queries[i % 4], 4, 2, 24, 24);
-        p.tk[0] = p.k_max = keys[i / 4 % 3];
-        if (i >= 24) {
+        problem_shape(&p, rows, 4, 2, 24, 24);
+        p.tk[0] = p.k_max = all;
+        if (causal) {
             p.mask.kind = RA_MASK_CAUSAL;
             p.q_offset = p.k_max - p.q_max;
         }
-        compare_on(&p, i / 12 % 2 ? 5 : 2, RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 3));
+        compare_on(&p, ranks, RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 3));
     }
 }
 
@@ -358,18 +362,19 @@ TEST(one_nan) {
         problem p;
         setup s;
         h_rng r = h_case_rng(i);
-        int32_t dtype = (int32_t)(i / 3 % 3) + 1, isa = (int32_t)(i / 9 % 4);
-        int64_t row;
+        int64_t row, left = i;
+        const int which = h_pick(&left, 3), dtype = RA_F32 + h_pick(&left, 3);
+        const int isa = h_pick(&left, 4), mask = (int)left;
         float *x;
         if ((!h_run.large && i % 5) || !ra_isa_available(isa ? isa : RA_ISA_SCALAR)) continue;
         if (!h_case(i)) continue;
         problem_shape(&p, 140, 2, 1, 19, 37);
-        problem_mask(&p, &r, (int)(i / 36));
+        problem_mask(&p, &r, mask);
         problem_dtypes(&p, dtype, dtype, dtype, RA_F32);
         problem_data(&p, &r);
         row = h_range(&r, 0, 139);
-        x = i % 3 == 0 ? p.q + (row * 2 + 1) * 19 + h_range(&r, 0, 18)
-          : i % 3 == 1 ? p.k + row * 19 + h_range(&r, 0, 18) : p.v + row * 37 + h_range(&r, 0, 36);
+        x = which == 0 ? p.q + (row * 2 + 1) * 19 + h_range(&r, 0, 18)
+          : which == 1 ? p.k + row * 19 + h_range(&r, 0, 18) : p.v + row * 37 + h_range(&r, 0, 36);
         *x = (float)NAN;
         setup_plain(&s, (int)h_range(&r, 1, 4), RA_LAYOUT_CONTIGUOUS + (int32_t)h_range(&r, 0, 2));
         s.isa = isa;
@@ -456,8 +461,8 @@ TEST(one_key_gives_its_value) {
         setup s;
         outcome got;
         h_rng r = h_case_rng(i);
-        int32_t v = (int32_t)(i % 3) + 1, o = (int32_t)(i / 3 % 3) + 1;
-        int64_t n, wrong = 0, first = -1;
+        int64_t n, wrong = 0, first = -1, left = i;
+        const int32_t v = RA_F32 + h_pick(&left, 3), o = RA_F32 + h_pick(&left, 3);
         if (!h_case(i)) continue;
         problem_shape(&p, 1024, 1, 1, 8, 64);
         p.mask.kind = RA_MASK_CAUSAL;
@@ -505,9 +510,10 @@ TEST(positions_near_the_limit) {
         problem p;
         setup s;
         h_rng r = h_case_rng(i);
+        int64_t left = i;
         if (!h_case(i)) continue;
-        w.mask = masks[i % 4];
-        w.layout = i / 4 % 2 ? L_RUNS : L_ARRAY;
+        w.mask = masks[h_pick(&left, 4)];
+        w.layout = h_pick(&left, 2) ? L_RUNS : L_ARRAY;
         w.options = i % 3 ? 0 : RA_SCORE_ALIBI;
         random_problem(&p, &r, &w);
         random_setup(&s, &p, &r, &w);
@@ -1203,15 +1209,15 @@ TEST(row_bits_do_not_depend_on_other_rows) {
         h_rng r = h_case_rng(i);
         company c;
         float *x;
-        int64_t n;
-        c.isa = isas[i % 4];
-        c.dtype = (int32_t)(i / 4 % 4) + RA_F32;
-        c.keys = keys[i / 16 % 8];
-        c.heads = shape[i / 128][0];
-        c.tokens = shape[i / 128][1];
+        int64_t n, left = i;
+        c.isa = isas[h_pick(&left, 4)];
+        c.dtype = RA_F32 + h_pick(&left, 4);
+        c.keys = keys[h_pick(&left, 8)];
+        c.heads = shape[left][0];
+        c.tokens = shape[left][1];
         if (!ra_isa_available(c.isa) || !h_case(i)) continue;
         if (c.tokens > c.keys) c.tokens = c.keys;
-        if (c.keys > 2000 && !h_run.large && (i / 128 || c.isa == RA_ISA_SCALAR)) continue;
+        if (c.keys > 2000 && !h_run.large && (left || c.isa == RA_ISA_SCALAR)) continue;
         c.dim = (int32_t)h_range(&r, 1, 5) * (c.dtype == RA_Q8_0 || h_one_in(&r, 2) ? 32 : 24);
         if (c.dtype == RA_Q8_0) c.dim = c.dim / 32 * 32;
         c.window = h_one_in(&r, 3) ? (int32_t)h_range(&r, 1, c.keys) : 0;
@@ -1244,8 +1250,9 @@ TEST(short_row_in_a_longer_batch) {
     static float x[2 * ROWS * HEADS * D], k[2][ROWS][HEADS][D], v[2][ROWS][HEADS][D];
     for (int64_t i = 0; i < 4 * 4 * MOST; i++) {
         h_rng r = h_case_rng(i);
-        const int32_t most = (int32_t)(i % MOST) + 1, isa = (int32_t)(i / MOST % 4) + RA_ISA_SCALAR;
-        const int32_t dtype = (int32_t)(i / MOST / 4) + RA_F32;
+        int64_t left = i;
+        const int32_t most = 1 + h_pick(&left, MOST), isa = RA_ISA_SCALAR + h_pick(&left, 4);
+        const int32_t dtype = RA_F32 + (int32_t)left;
         const int32_t group = most > 8 ? 1 : (int32_t)h_range(&r, 1, 2);   /* decoding form */
         const int64_t tokens[2] = { most, 1 }, kv_tokens[2] = { KEYS + most, KEYS + 1 };
         ra_desc d = ra_desc_make(HEADS * group, HEADS, D, RA_F32, RA_MASK_CAUSAL);
@@ -1299,8 +1306,10 @@ TEST(hidden_blocks_equal_masked_ones) {
     static uint8_t kept[KEYS * 2 * D * 4], asked[ROWS * HEADS * D * 4], bias[2][ALL * 4];
     for (int64_t i = 0; i < 4 * 3 * 2 * 5; i++) {
         h_rng r = h_case_rng(i);
-        const int32_t isa = (int32_t)(i / 24) + RA_ISA_SCALAR, rows = tokens[i % 4];
-        const int32_t dtype = (int32_t)(i / 4 % 3) + RA_F32, size = dtype == RA_F32 ? 4 : 2;
+        int64_t left = i;
+        const int32_t rows = tokens[h_pick(&left, 4)], dtype = RA_F32 + h_pick(&left, 3);
+        const int32_t each = h_pick(&left, 2), isa = RA_ISA_SCALAR + (int32_t)left;
+        const int32_t size = dtype == RA_F32 ? 4 : 2;
         const int32_t data = isa == RA_ISA_AVX512_BF16 ? RA_BF16 : RA_F32;
         int32_t lo[ROWS], hi[ROWS];
         ra_desc d;
@@ -1333,7 +1342,7 @@ TEST(hidden_blocks_equal_masked_ones) {
         t.bias.dtype = dtype;
         t.bias.key_step = size;
         t.bias.row_step = KEYS * size;
-        t.bias.head_step = i / 12 % 2 ? ROWS * KEYS * size : 0;
+        t.bias.head_step = each ? ROWS * KEYS * size : 0;
         w = scratch_for(&d, 1);
         for (int j = 0; j < 2; j++) {
             CHECK_EQ(ra_convert(bias[j], dtype, wide[j], RA_F32, ALL), RA_OK);
@@ -1365,10 +1374,11 @@ TEST(modified_decode_ignores_other_rows) {
     for (int i = 0; i < HEADS; i++) slope[i] = 0.02f * (float)i;
     for (int64_t i = 0; i < 5 * 3 * 4 * 3 * 2; i++) {
         h_rng r = h_case_rng(i);
-        const int32_t isa = (int32_t)(i / 72) + RA_ISA_SCALAR, form = (int32_t)(i % 3);
-        const int32_t data = (int32_t)(i / 3 % 4) + RA_F32, dtype = (int32_t)(i / 12 % 3) + RA_F32;
+        int64_t left = i;
+        const int32_t form = h_pick(&left, 3), data = RA_F32 + h_pick(&left, 4);
+        const int32_t dtype = RA_F32 + h_pick(&left, 3), each = h_pick(&left, 2);
+        const int32_t isa = RA_ISA_SCALAR + (int32_t)left;
         const int32_t asks = data == RA_Q8_0 ? RA_F32 : data, size = dtype == RA_F32 ? 4 : 2;
-        const int32_t each = (int32_t)(i / 36 % 2);
         const int32_t kv_heads = h_one_in(&r, 3) ? HEADS : h_one_in(&r, 2) ? 4 : 8;
         ra_tensors t = { 0 };
         ra_desc d;
@@ -1490,12 +1500,15 @@ TEST(sequences_in_one_cache) {
         ra_desc d;
         ra_tensors t = { 0 };
         scratch w;
+        int64_t left = i;
+        const int32_t tokens = rows[h_pick(&left, 4)];
+        const int kind = h_pick(&left, 3);             /* plain, a window, a window and keep */
         if (!h_case(i)) continue;
-        cells_fill(&x, &r, rows[i % 4]);
-        x.window = i / 4 % 3 ? 24 : 0;
-        x.keep = i / 4 % 3 == 2 ? 3 : 0;
+        cells_fill(&x, &r, tokens);
+        x.window = kind ? 24 : 0;
+        x.keep = kind == 2 ? 3 : 0;
         d = ra_desc_make(4, 2, CELL_DIM, RA_F32, RA_MASK_CAUSAL);
-        d.tokens = rows[i % 4];
+        d.tokens = tokens;
         d.kv_tokens = CELLS;
         d.mask.doc_first = first;
         d.mask.doc_count = 3;
@@ -1526,19 +1539,21 @@ TEST(bias_in_16_bits) {
     static uint16_t half[ALL];
     for (int64_t i = 0; i < 3 * 2 * 4 * 4; i++) {
         h_rng r = h_case_rng(i);
-        const int32_t isa = (int32_t)(i / 6 % 4) + RA_ISA_SCALAR, kind = (int32_t)(i / 24);
+        int64_t left = i;
+        const int32_t rows = tokens[h_pick(&left, 3)], dtype = h_pick(&left, 2) ? RA_BF16 : RA_F16;
+        const int32_t isa = RA_ISA_SCALAR + h_pick(&left, 4), kind = (int32_t)left;
         ra_error e = { 0 };
         ra_desc d;
         ra_tensors t = { 0 };
         scratch w;
         if (!ra_isa_available(isa) || !h_case(i)) continue;
         d = ra_desc_make(HEADS, 2, D, RA_F32, RA_MASK_NONE);
-        d.tokens = tokens[i % 3];
+        d.tokens = rows;
         d.kv_tokens = KEYS;
         d.scores = RA_SCORE_BIAS;
         d.isa = isa;
         d.error = &e;
-        t.bias.dtype = i / 3 % 2 ? RA_BF16 : RA_F16;
+        t.bias.dtype = dtype;
         for (int64_t j = 0; j < ALL; j++) wide[j] = h_one_in(&r, 3) ? -INFINITY : h_normal(&r);
         for (int64_t j = 0; j < KEYS * HEADS * D; j++) x[j] = h_normal(&r);
         for (int64_t j = 0; j < 70 * HEADS * D; j++) q[j] = h_normal(&r);

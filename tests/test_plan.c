@@ -779,8 +779,10 @@ TEST(default_chunks_hide_transfers) {
 TEST(rounds_hide_transfers) {
     static const int worlds[5] = { 2, 3, 4, 8, 16 };
     for (int i = 0; i < 5 * 7 * 2; i++) {
-        const int ranks = worlds[i % 5], causal = i / 35;
-        const int64_t shard = (int64_t)1024 << i / 5 % 7;
+        int64_t left = i;
+        const int ranks = worlds[h_pick(&left, 5)];
+        const int64_t shard = (int64_t)1024 << h_pick(&left, 7);
+        const int causal = (int)left;
         ra_plan *plan = overlap_plan(ranks, shard, causal,
                                      causal ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS,
                                      RA_ORDER_ROUNDS, 0, NULL);
@@ -865,7 +867,9 @@ static short_shard short_shard_of(int ranks, int64_t shard, int causal) {
 TEST(rates_serve_short_shards) {
     double one = 1;
     for (int i = 0; i < 3 * 3 * 2; i++) {
-        const int ranks = 2 << i % 3, shard = 256 << i / 3 % 3, causal = i / 9;
+        int64_t left = i;
+        const int ranks = 2 << h_pick(&left, 3), shard = 256 << h_pick(&left, 3);
+        const int causal = (int)left;
         const short_shard x = short_shard_of(ranks, shard, causal);
         h_context("%d ranks, %d rows each, causal %d: known "
                   "rates %.2f, default %.2f, one chunk %.2f",

@@ -286,8 +286,11 @@ TEST(steps_are_chunks_and_two_rounds) {
     static const int worlds[12] = { 1, 2, 3, 4, 5, 7, 8, 16, 33, 64, 128, 256 };
     static shape s;
     for (int64_t i = 0; i < 12 * 3 * 8 * 3; i++) {
-        int P = worlds[i % 12], m = (int)(i / 36 % 8), n = 1 << (i / 288 * 2), q;
-        int32_t layout = RA_LAYOUT_CONTIGUOUS + (int32_t)(i / 12 % 3);
+        int64_t left = i;
+        const int P = worlds[h_pick(&left, 12)];
+        const int32_t layout = RA_LAYOUT_CONTIGUOUS + h_pick(&left, 3);
+        const int m = h_pick(&left, 8), n = 1 << 2 * left;
+        int q;
         int uneven = (m >= 2 && layout == RA_LAYOUT_ZIGZAG) || m == 5 || m == 7;
         if (!h_case(i)) continue;
         for (q = 0; q < 2; q++) {
@@ -528,7 +531,8 @@ TEST(sparse_masks_run_to_the_end) {
     static shape s;
     for (int64_t i = 0; i < 8 * 3 * 8; i++) {
         h_rng r = h_case_rng(i);
-        int P = 6 + (int)(i % 8) * 2, n = 1 << (i / 8 % 3 + 1), m = (int)(i / 24);
+        int64_t left = i;
+        const int P = 6 + 2 * h_pick(&left, 8), n = 2 << h_pick(&left, 3), m = (int)left;
         int32_t layout = m & 1 ? RA_LAYOUT_CONTIGUOUS : RA_LAYOUT_ZIGZAG;
         if (!h_case(i)) continue;
         shape_plain(&s, (int64_t)P * 128 * n, P, layout, m & 2 ? RA_MASK_NONE : RA_MASK_CAUSAL);
@@ -1011,13 +1015,15 @@ TEST(prefetched_lines_are_those_of_a_stretch) {
     static char seen[1 << 16];
     int64_t far, lines, token, all;
     for (int64_t i = 0; i < 4 * 4 * 3; i++) {
-        const int32_t heads = 1 << i / 4 % 4;
+        int64_t left = i;
+        const int64_t row = bytes[h_pick(&left, 4)];
+        const int32_t heads = 1 << h_pick(&left, 4);
         const uintptr_t base = (uintptr_t)1 << 20;
         ra__view kv[2];
         ra__decode x = { 0 };
         ra__stream a[2];
-        all = heads * bytes[i % 4];
-        token = i / 16 == 0 ? all : i / 16 * 4096 + (all + 63) / 64 * 64;
+        all = heads * row;
+        token = left == 0 ? all : left * 4096 + (all + 63) / 64 * 64;
         if (token != all && all % 64) continue;
         memset(kv, 0, sizeof kv);
         x.count = heads;
@@ -1025,7 +1031,7 @@ TEST(prefetched_lines_are_those_of_a_stretch) {
         for (int64_t j = 0; j < 2; j++) {
             kv[j].data = (const uint8_t *)base + j * 64;
             kv[j].token = token;
-            kv[j].head = bytes[i % 4];
+            kv[j].head = row;
         }
         ra__decode_streams(&x, kv);
         ra__decode_ahead(a, &x, kv, 32);

@@ -247,13 +247,14 @@ TEST(numbers_are_those_of_one_rank) {
     static const int64_t tokens[] = { 1024, 1100 };
     int before = entries("/dev/shm"), fds = entries("/proc/self/fd");
     for (int i = 0; i < 5 * 2 * 2; i++) {
-        world w = world_of(ranks[i % 5]);
+        int64_t left = i;
+        world w = world_of(ranks[h_pick(&left, 5)]);
         if (!h_case(i)) {
             world_free(&w);
             continue;
         }
-        w.task.tokens = tokens[i / 5 % 2];
-        w.task.full = i / 10;
+        w.task.tokens = tokens[h_pick(&left, 2)];
+        w.task.full = (int32_t)left;
         w.task.chunk_tokens = i % 3 ? 64 : 0;
         w.slots = i % 4 == 3 ? 2 : 0;
         h_context("%d ranks, %lld tokens, full %d, slots %d", w.ranks, (long long)w.task.tokens,
@@ -632,7 +633,7 @@ TEST(mismatched_ranks_are_refused) {
     nothing_left(before);
 }
 
-/* The same rank twice: one of the two is refused. Rank 0 twice: the second is refused at once. */
+/* The same rank twice: one of the two is refused. Rank 0 twice: the second is refused. */
 TEST(same_rank_twice) {
     world w = world_of(3);
     int refused;

@@ -19,7 +19,7 @@ enum { PASSES = 3, STUCK = 60000, WATCHDOG = 2000000 };
 typedef struct seat {                  /* one rank */
     ra_ring *ring;
     rank_part part;                   /* of the pass in progress */
-    ra_tensors given;                  /* what begin got; spoilt at once, as it copies */
+    ra_tensors given;                  /* what begin got and copied; overwritten afterwards */
     small_heap heap;
     uint8_t *workspace;                /* the caller's, with a margin behind it; or null */
     size_t workspace_bytes;
@@ -846,8 +846,8 @@ static void check_silence(world *w) {
 }
 
 /* A rank stops coming. The ranks that wait for it report it: by the watchdog, earlier by a
- * deadline, or at once if the transport knows that it is dead. tally: ends by the watchdog or such
- * a notice, by a deadline. */
+ * deadline, or immediately if the transport knows that it is dead. tally: how many ranks the
+ * watchdog or such a notice ended, and how many a deadline. */
 static void one_silence(h_rng rng, int told, int64_t tally[2]) {
     world *w = fault_world(rng, 2);
     if (open_world(w)) {

@@ -386,8 +386,8 @@ static void tn_refused(const ra_tcp_desc *zero, const ra_tcp_desc *one, int want
     ra_tcp_close(o[1].tcp);
 }
 
-/* What differs is named. Without a key this is at once. With a key, a peer that has not shown it
- * decides nothing, so it is at the end of connect_ns. */
+/* What differs is named. Without a key ra_tcp_open fails immediately. With a key, a peer that has
+ * not shown it decides nothing, so it fails at the end of connect_ns. */
 TEST(ranks_that_disagree) {
     for (int i = 0; i < 4; i++) {
         static const char *const word[] = { "world", "ring", "ranks", "shape" };
