@@ -1323,7 +1323,7 @@ struct ra_transport {
                     uint64_t tag, int64_t deadline_ns);
 
     /* Level 1. Never blocks. Each of ops[0..n) that is RA_MSG_IDLE and that it accepts becomes
-     * PENDING, or DONE at once. It may leave ops IDLE, but accepts none before an earlier one of
+     * PENDING, or already DONE. It may leave ops IDLE, but accepts none before an earlier one of
      * the same peer, channel and direction. Accept receives before sends, wherever they are in ops:
      * a peer's send may wait for them. RA_OK: none is left IDLE. RA_AGAIN: some are; the library
      * polls and posts them again. All accepted ops make progress at the same time, whatever the
@@ -1629,7 +1629,7 @@ typedef struct ra__prefetch_list {
     int32_t rows[RA__PREFETCH_TENSORS], bytes[RA__PREFETCH_TENSORS];
     int32_t count;                     /* of tensors */
     int32_t which, row;                /* tensor and row to prefetch next */
-    int32_t step;                      /* rows to prefetch at once */
+    int32_t step;                      /* rows to prefetch at a time */
     uintptr_t line;                    /* for ra__prefetch_lines: the next line, */
     int32_t left, move;                /* lines left in its row, bytes from line to line */
     int32_t level1, lines_level1;      /* 1: rows go into L1 instead of L2; the same for lines */
@@ -1726,8 +1726,8 @@ typedef struct ra__decode_rows {
     const ra_desc *d;
     float *q, *acc, *block_acc;        /* [4][Dk], [4][Dv], one_row: [Dk], [Dv]; dims rounded up to
                                         * RA__DECODE_DIMS */
-    float *o;                          /* not null: if one call has all keys of the row, it may
-                                        * write O, f32, here instead of acc, and sets o to null */
+    float *o;                          /* null, or where a call that has all keys of the row may
+                                        * write O, f32, instead of acc; it then sets o to null */
     float l[4];
     int32_t modified;                  /* 1: some score needs more than the dot product, */
     int32_t biased;                    /* ... such as a bias */
@@ -1872,7 +1872,7 @@ RA__INLINE void ra__pause(void) {
 
 RA__INLINE void ra__yield(void) { sched_yield(); }
 
-/* Sleeps about ns nanoseconds, less if a signal arrives. ns <= 0: returns at once. */
+/* Sleeps about ns nanoseconds, less if a signal arrives; not at all if ns <= 0. */
 RA__UNUSED static void ra__sleep_ns(int64_t ns) {
     struct timespec t;
     if (ns <= 0) return;
@@ -4811,7 +4811,7 @@ RA__ISA_STATIC void RA__NAME(decode_merge)(ra__decode_rows *rows, const float *o
  * each product is selected instead, as forward did for V. */
 
 /* Scores of ni keys from key j on for the slab at `row`, or dP if `grads` is set. Unless they need
- * changing, they become p or dS at once. */
+ * changing, they become p or dS here. */
 RA__ISA_INLINE void RA__NAME(back_dot_tile)(const ra__back_job *job, int32_t row, int32_t j,
                                             int32_t general, int32_t grads, int32_t ni) {
     const ra__panel *fwd = &job->panel->fwd;
@@ -5373,7 +5373,7 @@ RA__ISA_INLINE ra__v4i ra__load_half_scalar(const uint8_t *p) {
     memcpy(&h, p, sizeof h);
     return __builtin_convertvector(h, ra__v4i);
 }
-/* As ra__f32_of_f16, with all branches at once. */
+/* As ra__f32_of_f16, for four lanes: all branches are computed, and each lane selects one. */
 RA__ISA_INLINE ra__v4f ra__of_f16_scalar(const uint8_t *p) {
     ra__v4i h = ra__load_half_scalar(p), a = h & 0x7fff;
     ra__v4f tiny = __builtin_convertvector(a, ra__v4f) * (1.0f / 16777216.0f);
@@ -5882,7 +5882,7 @@ RA__BF_INLINE void ra__bf_zero_sums(__m512 (*c)[4], const int32_t ni, const int3
 }
 
 /* c[i][t] += K Q^T of dims [d, d + 8). The empty assembly keeps these products before the piece
- * that follows: clang 14 would move them behind it, but not their operands. */
+ * that follows. clang 14 would move them behind it and still load their operands before it. */
 RA__BF_INLINE void ra__bf_eight_dims(__m512 (*c)[4], const uint8_t *const *k, int32_t d,
                                      const float *q, const int32_t ni, const int32_t nt) {
     RA__UNROLL for (int32_t e = 0; e < 8; e += 2)
@@ -6164,7 +6164,7 @@ RA__BF_STATIC void ra__bf_softmax(ra__bf_strip *strip) {
     ra__bf_pieces_from_scores(strip, over);
 }
 
-/* The end of the pairs of keys in the product with V. */
+/* The product with V takes pairs of keys up to this one. */
 RA__BF_INLINE int32_t ra__bf_pairs_end(const ra__bf_strip *strip) {
     return ((strip->last < strip->keys->n ? strip->last : strip->keys->n) + 1) / 2;
 }
@@ -6310,7 +6310,7 @@ RA__BF_STATIC void ra__load_q_bf16(const ra__panel *panel, const void *src, int6
                                    int32_t dtype, int32_t dim) {
     const uint8_t *from = (const uint8_t *)src;
     __m512 r[16];
-    RINGATTN_ASSERT(dtype == RA_BF16); /* ra__kernel_of gives these kernels to no other */
+    RINGATTN_ASSERT(dtype == RA_BF16); /* see ra__kernel_of */
     (void)dtype;
     for (int32_t row = 0; row < panel->rows; row++)
         ra__prefetch((uintptr_t)(from + row * stride), 2 * dim);
@@ -7350,7 +7350,7 @@ static const ra__kernel ra__kernel_bf16 = {
  * scales, which products do not hide. With keys of a block of 32 dims loaded beside the products of
  * the block before, scores take 14.8; with scales also copied by integer instructions, 16.1.
  * PERF: all of decoding. Zen 5, one thread, 32768 keys, 32/8 heads, D 128, ns per key: 14.3; keys
- * loaded a block earlier 12.3; also sums of whole blocks added to acc at once 11.8 (485 calls of
+ * loaded a block earlier 12.3; also sums of whole blocks added to acc directly 11.8 (485 calls of
  * each in turn; [Hkv][T][D] 11.9, 11.9, 11.7). With the same keys each time it takes 11.7, and
  * without prefetches 10.2. Before, using queries and sums of one head for all 8 took 0.8 off.
  * Slower: also prefetching the next head's keys from L2 into L1, 12.3; prefetching memory into L2
@@ -8436,7 +8436,7 @@ RA__AMX_STATIC void ra__amx_back_plan_pieces(ra__amx_back_state *all, int32_t k)
     amx->row = k % 2 * 32;
     amx->piece = amx->wait = 0;
     amx->pieces = amx->back->s.last / 2;
-    amx->per_product = (int32_t)(dims / 128);   /* 64 keys: 2 dims / 8 products, 32 pieces */
+    amx->per_product = (int32_t)(dims / 128);   /* dims / 4 products, 32 pieces */
     if (!ra__bf_back_is_general(amx->back->job)) return;
     amx->pieces = 0;
     if (k % 2) ra__bf_back_general(amx->back);
@@ -8916,7 +8916,8 @@ RA__OPTIMIZE_BEGIN("O1,inline-small-functions")
  * an array, pos is unused. */
 typedef struct ra__seg { int64_t row, rows, pos, stride; } ra__seg;
 
-/* How many rows, blocks and calls of a block engine come before a run in its list. */
+/* What is counted of the runs in front of a run of a list: their rows, their blocks, and the calls
+ * that a block engine needs for them. */
 enum { RA__ROWS, RA__BLOCKS, RA__CALLS };
 typedef struct ra__before { int64_t n[3]; } ra__before;
 
@@ -9331,7 +9332,7 @@ RA__INLINE void ra__bounds_row(ra__bounds *b, const ra__sees *v) {
     ra__bounds_join(b, &row);
 }
 
-/* Bounds of the rows of a segment. g: what each sees, for segments of at most 64 rows; or null. */
+/* Bounds of the rows of a segment. g: null, or gets what each row sees (of at most 64 rows). */
 static ra__bounds ra__rows_fill(const ra_mask *m, int64_t end, const ra__seg *s,
                                 const int32_t *array, ra__rows *g) {
     ra__bounds b = ra__bounds_none();
@@ -9796,7 +9797,7 @@ static ra_status ra__check_allocator(const ra_allocator *a, const char *field, r
 enum { RA__TENSOR_Q, RA__TENSOR_K, RA__TENSOR_V, RA__TENSOR_O, RA__TENSOR_LSE, RA__TENSOR_D_O,
        RA__TENSOR_D_Q, RA__TENSOR_D_K, RA__TENSOR_D_V, RA__TENSORS };
 
-/* One of them: as it was given, and what it must look like. */
+/* A tensor of a call: its field, what the caller gave, the shape and dtype that it must have. */
 typedef struct ra__tensor {
     const char *field;
     ra_in in;                          /* outputs too */
@@ -11668,8 +11669,8 @@ static int ra__engine_call(const ra__work *w, const ra__item *item, const ra__se
     ra__view q = ra__view_at(w->q, b, rows->row, 0), k, v;
     ra_block call;
     int64_t first, last;
-    if (!item->k[i].data) return 0;    /* left out: each block sees none of it. Bounds of all
-                                        * rows together may */
+    if (!item->k[i].data) return 0;    /* no row sees it, although the joint bounds of all rows
+                                        * may include it: the message leaves it out */
     ra__chunk_span(&item->c, i, &first, &last);
     int kind = item->pos[i] ? RA__PARTIAL : ra__classify(&bounds, first, last);
     if (kind == RA__EMPTY) return 0;
@@ -12243,8 +12244,8 @@ static void ra__back_begin(ra__back_scratch *x) {
 }
 
 /* Computes the tiles of a task (of any number of panels) with one chunk, in the phases of x->phase.
- * Continues where the last call stopped, until x->left is used up; 1: all are done. Panel i is
- * query block i / group by unit, head i % group. */
+ * Continues where the last call stopped, until x->left is used up; 1: all are done. Panel i has
+ * head i % group of query block i / group; blocks are in the order of their units. */
 static int ra__back_some(const ra__back *b, const ra__task *t, const ra__item *item,
                          const ra__grads *g, ra__back_scratch *x) {
     int64_t blocks = ra__chunk_blocks(&item->c);
@@ -12693,7 +12694,7 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, r
  * same, [T][Hkv][D], gcc -O2, L2 -> near: f32 66 -> 82 %, f16 57 -> 74, bf16 59 -> 79; two threads
  * 76 -> 94, 68 -> 89, 72 -> 86.
  * PERF: decode_near computes the scores of 8 keys of all heads, then adds their values; the last
- * values of a block go to acc at once. Zen 5, one thread, in turn, 16 keys of one head after the
+ * values of a block go to acc directly. Zen 5, one thread, in turn, 16 keys of one head after the
  * other -> 8 keys of all heads, [T][Hkv][D]: f16 74 -> 78 % of a reading loop, bf16 80 -> 81, f32
  * 83 -> 82; [Hkv][T][D]: f32 93 -> 98, bf16 92 -> 96, f16 86 -> 87. Over 128 keys f16 takes 0.87 of
  * the time, bf16 0.95.
@@ -12791,7 +12792,8 @@ RA__INLINE int64_t ra__slot_floats(const ra_desc *d) {
     return RA__DECODE_ROWS * (2 + ra__round_up(d->v_dim, RA__DECODE_DIMS));
 }
 
-/* rows: for which a four has memory: 1 if it has only one and the kernel knows one_row, else 4. */
+/* rows: the number of rows for which a four has memory. It is 1 if a four has only one row and the
+ * kernel has a form for that (one_row), otherwise 4. */
 static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, int64_t rows,
                              ra__decode *x) {
     const int64_t k = ra__round_up(d->k_dim, RA__DECODE_DIMS) * rows;
@@ -14010,7 +14012,7 @@ typedef struct ra__fold {
     int32_t index;                     /* how many entries of its sequence come before it */
     int32_t own;                       /* backward: its own chunk's entry in `own` */
     uint16_t last;                     /* 1: the last of its sequence */
-    uint16_t phase;                    /* backward: RA__AFTER, RA__BEFORE: which tiles */
+    uint16_t phase;                    /* backward: which tiles, RA__AFTER or _BEFORE */
 } ra__fold;
 typedef struct ra__recv { int32_t chunk, fold, send; } ra__recv;   /* from a neighbour */
 typedef struct ra__send { int32_t chunk, recv, fold; } ra__send;   /* sent after `fold` */
@@ -14494,7 +14496,7 @@ typedef struct ra__needs {
     int64_t first, end;
     const ra__span *span;              /* [spans] */
     int64_t spans;
-    ra__spans seen;                    /* by the current viewer, not among the views yet */
+    ra__spans seen;                    /* what the current viewer sees, to be added to views */
     ra__views views;
 } ra__needs;
 
@@ -14550,8 +14552,8 @@ static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
     ra__needs_mark(&x);
 }
 
-/* Marks which ranks need the chunks of queries [c, end) of one sequence, but none from the next
- * multiple of 32 on. A rank needs a chunk if the chunk's rows may see one of the rank's keys. */
+/* Marks which ranks need the chunks of queries [c, end) of one sequence, as far as the next
+ * multiple of 32. A rank needs a chunk if the chunk's rows may see one of the rank's keys. */
 static void ra__chunk_q_needs(const ra_plan *p, int64_t c, int64_t end, const ra__span *span,
                               int64_t spans) {
     ra__needs x;
@@ -14817,7 +14819,8 @@ typedef struct ra__play {
     uint8_t *stores;                   /* forward, [folds]: 1: a series begins with this entry of
                                         * the fold list; all tasks are stored before it */
     int64_t count[3], works, comes, stored, last_slot; /* stored: the next one of `stores` */
-    int32_t shift;                     /* of work, so that a pass fits into RA__WORK_BITS */
+    int32_t shift;                     /* work is divided by 2^shift, so that a pass fits
+                                        * into RA__WORK_BITS */
     int32_t state;                     /* atomic: RA__PLAY_* */
 } ra__play;
 
@@ -14920,7 +14923,7 @@ static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank
     return n ? ra__mul_sat(ra__mul_sat(all, skip), blocks) / n : 0;
 }
 
-/* Blocks of a sequence on a rank: stays 1: of the side that stays, 0: of the side that travels. */
+/* How many blocks of a sequence a rank holds: of the side that stays (stays 1) or travels (0). */
 static int64_t ra__play_blocks(const ra__tour *w, int stays, int32_t rank, int32_t b) {
     ra__side side = ra__plan_side(w->p, stays == (w->t == &w->p->queries), rank);
     return ra__side_blocks(&side, b);
@@ -14956,7 +14959,7 @@ static void ra__play_note(const ra__tour *w, ra__play *y, int32_t rank, int64_t 
     work->folds = (joins ? work->folds : 0) + 1;
 }
 
-/* Work of a chunk with the rows of a rank for which samples [first, end) stand. */
+/* Work of a chunk with those rows of a rank that samples [first, end) represent. */
 static int64_t ra__play_some(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c,
                              int64_t first, int64_t end) {
     const ra__play_rank *s = &y->rank[rank];
@@ -15503,7 +15506,7 @@ struct ra_ring {
     const ra_plan *plan;               /* of the pass; below: what begin sets */
     const ra__pass_lists *lists;       /* of the plan, for this kind of pass */
     ra_tensors t;
-    ra__agreed agreed;                 /* of plan and call; under comm, as the next two */
+    ra__agreed agreed;                 /* of plan and call; comm guards it and the next two */
     uint32_t space;                    /* see ra__frame; 0: messages are copied */
     int32_t agreed_known;              /* 1: both are those of this pass */
     ra__work work;
@@ -15515,7 +15518,7 @@ struct ra_ring {
     int32_t cancelled, aborted;
     int32_t threads, backward;         /* of the plan; 1: a backward pass */
     int32_t sched, progress;           /* the try-lock of claims; see ra__ring_progress */
-    int64_t progress_ns, looked_ns, polled_ns; /* the last progress, alarm check and poll */
+    int64_t progress_ns, looked_ns, polled_ns; /* times of the last progress, alarm check, poll */
     int64_t events;                    /* counts what ends a wait of ra_step_wait */
     ra__between pause;                 /* between pieces of a round of communication */
     int64_t most_tiles;                /* see ra__ring_patience; 0: not counted in this pass */
@@ -15533,7 +15536,7 @@ struct ra_ring {
     int64_t step_work;                 /* most of one step, see RA__TILE_WORK */
 
     ra__queue queue[RA__QUEUES];       /* under comm */
-    ra_transport_op **list;            /* of all queues: what is posted and not taken */
+    ra_transport_op **list;            /* ops of all queues that are posted and not taken */
     uint8_t *pack_buf;                 /* [pack_slots] own chunks that leave */
     int64_t pack_slots, own_posted, own_sent; /* own chunks that have been packed, and sent */
     int64_t released;                  /* receives that are folded by all tasks and sent on */
@@ -15541,8 +15544,8 @@ struct ra_ring {
     int64_t exchanged;                 /* sendrecv alone: exchanges that are done */
     int32_t greets;                    /* 1: this pass begins with hellos */
     int32_t notices;                   /* 1: this pass ends with notices: shared, forward */
-    int32_t met;                       /* some rank's frame was as it should be, in this pass or
-                                        * in one of the same kind and plan */
+    int32_t met;                       /* 1: a frame of another rank agreed with this one's, in this
+                                        * pass or in one of the same kind and plan */
     uint64_t met_with[RA__MET];        /* hashes of what plans agree on, and of the kind of pass */
     int64_t met_count;
     uint64_t differ;                   /* topics in which the frame that failed differs */
@@ -17643,7 +17646,7 @@ static void ra__tp_rest(const ra_transport *t) {
     ra__tp_turn_ends(t);
 }
 
-/* The failure of a network, or RA_OK. Only that of the bundled world can be asked for. */
+/* The failure of a network, or RA_OK. Only the bundled world reports its failure. */
 static ra_status ra__tp_failure(const ra_transport *t) {
     return t->post == ra__shm_post ? ra__shm_failure((ra__shm_seat *)t->ctx) : RA_OK;
 }
@@ -18251,7 +18254,7 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *mes
 }
 
 /* -------------------------------------------------------------------------- communication */
-/* Makes an event of a message that is posted or, if not, has ended. chunk: negative without one. */
+/* Makes an event of a message that was posted (posted 1) or has ended. chunk: negative if none. */
 static void ra__ring_op_event(ra_ring *r, const ra_transport_op *op, int posted, int64_t chunk,
                               int64_t begin_ns) {
     const int sending = op->kind == RA_MSG_SEND;
@@ -18272,7 +18275,7 @@ static void ra__ring_op_event(ra_ring *r, const ra_transport_op *op, int posted,
     ra__ring_event(r, kind, -1, &e);
 }
 
-/* The messages of queue `which` are sent; 0: received. */
+/* 1: the messages of queue `which` are sent; 0: they are received. */
 static int ra__queue_sends(int which) {
     return which == RA__SENDS || which == RA__NOTICES_OUT || which == RA__HELLO_OUT;
 }
@@ -18305,8 +18308,8 @@ static int32_t ra__queue_peer(const ra_ring *r, int which, int64_t i, int32_t *h
     }
 }
 
-/* Posts the next message of a queue, `length` bytes at buf, of chunk c or see ra__queue_chunk.
- * Returns its op. */
+/* Posts the next message of a queue, `length` bytes at buf, and returns its op. c: its chunk, or
+ * what ra__queue_chunk returns for a message without one. */
 static ra_transport_op *ra__queue_post(ra_ring *r, int which, int32_t peer, int64_t c, void *buf,
                                        int64_t length) {
     ra__queue *queue = &r->queue[which];
@@ -18433,7 +18436,7 @@ static void ra__ring_more_returns(ra_ring *r) {
         (void)ra__queue_post_next(r, RA__RETURNS);
 }
 
-/* Posts the receives of all notices at once, and the notice to each owner when its keys are no
+/* Posts the receives of all notices together, and the notice to each owner when its keys are no
  * longer read here. */
 static void ra__ring_more_notices(ra_ring *r) {
     const ra_plan *p = r->plan;
@@ -18779,8 +18782,8 @@ static int ra__ring_take(ra_ring *r, int which) {
     for (int64_t i = queue->done; i < queue->posted && !links; i++)
         if (ra__queue_op(queue, i)->state < 0)
             return ra__ring_op_done(r, ra__queue_op(queue, i), ra__queue_chunk(r, which, i));
-    if (which == RA__HELLO_IN && out->done < out->total) return 0; /* ours leaves even if this one
-                                                                    * fails the pass */
+    /* The peer's hello may fail the pass. Ours is sent first, so the next rank can compare. */
+    if (which == RA__HELLO_IN && out->done < out->total) return 0;
     for (;;) {
         const int64_t i = queue->done;
         const int64_t c = i < queue->total ? ra__queue_chunk(r, which, i) : RA__NOTICE;
@@ -20282,7 +20285,7 @@ typedef struct ra__resume_peer {
 
 /* Keys and values of another rank's shard, from rd.refetch. */
 typedef struct ra__refetched {
-    int32_t known;                     /* 1: the caller was asked, and gave them */
+    int32_t known;                     /* 1: refetch was called and supplied them */
     ra__view kv[2];
     ra_positions pos;
 } ra__refetched;
@@ -21370,7 +21373,7 @@ struct ra_cache {
     uint8_t *q_send, **q_recv, *q_all; /* messages of queries, by rank; queries of all ranks */
     uint8_t *kv_send, *kv_recv[2];     /* messages of keys */
     uint8_t *partial_out, **partial_send;  /* partial results of all rows; messages, by rank */
-    int64_t merge_rows;                /* most rows of a call of MERGE; 0: there is none */
+    int64_t merge_rows;                /* most rows of a call of MERGE; 0: no call is one */
     uint8_t *sums;                     /* MERGE: frame, then the sums of this rank's share */
     uint8_t **sums_send, **sums_recv;  /* [ranks] messages of sums */
     uint8_t *notes;                    /* shared: messages of a pool, see ra__pool_note */
@@ -22111,12 +22114,12 @@ static int64_t ra__pool_rows(const ra_cache *c) {
 
 static double ra__larger(double a, double b) { return a > b ? a : b; }
 
-/* What a call would cost, by its counts and agreed fields alone, so that all ranks find the same.
+/* What a call would cost. It follows from counts and agreed fields alone, so all ranks agree on it.
  * Batches count as if all their sequences had as many new rows and keys. */
 typedef struct ra__travel_cost {
     double rows, keys;                 /* of all ranks */
     double most_rows, most_keys;       /* of the rank with most of them */
-    double stages;                     /* in which that with most rows has keys of another rank */
+    double stages;                     /* in which the rank with most rows gets keys of others */
     double live;                       /* sequences with new tokens */
     double key_bytes, query_bytes;     /* to or from the busiest rank; with partial results */
 } ra__travel_cost;
@@ -22332,7 +22335,8 @@ static void ra__pool_swaps(ra_cache *c) {
     c->stages = 1;
 }
 
-/* Keys of this rank to the one `s` ranks on, and those of the one as many before to this one. */
+/* A swap of keys: those of this rank go to the rank `s` ranks on, and those of the rank `s` ranks
+ * before come here. */
 static void ra__keys_swap(ra_cache *c, int32_t s) {
     const int32_t to = (c->rank + s) % c->ranks, from = (c->rank + c->ranks - s) % c->ranks;
     int64_t rows;
@@ -22384,8 +22388,9 @@ static int64_t ra__share_move(const ra_cache *c, int32_t holder, int32_t rank,
     return moved;
 }
 
-/* A tree of MERGE: the sums of all rows over the 2^step ranks whose numbers differ from this one's
- * in the lowest bits alone, as a message: what came is added to in place. */
+/* A tree of MERGE: the message with the sums of all rows over 2^step ranks, those whose numbers
+ * differ from this one's only in the lowest `step` bits. It is the message that came in the step
+ * before, to which this rank has added its own sums. */
 static uint8_t *ra__tree_sums(const ra_cache *c, int32_t step) {
     return step ? c->result[c->rank ^ (1 << (step - 1))] : c->partial_out;
 }

@@ -627,7 +627,7 @@ typedef struct op {
     part_fn fn;
     void *ctx;
     int nth;
-    double calls;                      /* of the kernel per fn; times are per call */
+    double calls;                      /* how often one fn calls the kernel; times are per call */
     double work;                       /* FLOPs or bytes of a call */
     int once;                          /* never repeated: waiting is part of the time */
 } op;

@@ -196,7 +196,7 @@ static int run_rank(const options *o, int listen_fd) {
     d.ranks = o->ranks;
     d.addresses = o->at;
     d.listen_fd = listen_fd;
-    d.shape = (uint64_t)o->tokens;     /* another length is refused at once */
+    d.shape = (uint64_t)o->tokens;     /* ranks with another length are refused */
     d.error = &why;
     if (o->key_file) {
         FILE *f = fopen(o->key_file, "rb");

@@ -13,7 +13,7 @@ typedef struct mail_desc {
     int ranks;
     int level;                         /* 0: sendrecv; 1: post and poll */
     int waits;                         /* 1: and wait */
-    int holds;                         /* 1: sends end at once; 0: when the receive has the bytes */
+    int holds;                         /* 1: sends end when posted; 0: when they are received */
     int tells;                         /* 1: the other ranks learn of an abort */
     uint32_t moods;                    /* not 0: the seed by which posts accept only a part and
                                         * polls do not look */
@@ -126,7 +126,7 @@ static inline mail mail_make(mail_end *e, void *buf, size_t len, uint64_t tag) {
     return m;
 }
 
-/* Holds the bytes of sends, which then end at once. */
+/* Holds the bytes of sends, which end when they are posted. */
 static inline void mail_hold(mail_end *e, int to, int channel, const void *s, size_t len,
                              uint64_t tag) {
     mail_net *w = e->net;

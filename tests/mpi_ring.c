@@ -166,8 +166,8 @@ static void and_then(void) {
     end_test();
 }
 
-/* One rank has other sizes, or another window. Other sizes fail at once. Another window changes who
- * sends what: one rank fails or waits until its deadline, and the others fail with it. */
+/* One rank has other sizes, or another window. Other sizes fail before the deadline. Another window
+ * changes who sends what: one rank fails or waits until its deadline, and the others fail too. */
 static void mismatch(int what) {
     seat s = seat_of();
     int64_t late = 0, begin;

@@ -26,7 +26,7 @@ typedef struct pool {
     pthread_cond_t changed;
     pool_job *first;
     pthread_t *thread;
-    int threads, over;                 /* threads beside the callers, 0 or more; 1: they end */
+    int threads, over;                 /* how many threads beside the callers; 1: they must end */
 } pool;
 
 /* Computes pieces of this job while there are any. The lock is held before and after. */

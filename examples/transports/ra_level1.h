@@ -32,7 +32,7 @@
  * Failure. abort, a deadline, or an error of your transport ends the helper's rounds. The next
  * word, if it can still be sent, reports this to the neighbours. Their ops end with RA_E_ABORTED,
  * and they report it to theirs. quiesce waits until the helper has left your sendrecv. Among live
- * ranks that takes milliseconds, because every helper answers at once. With a dead peer quiesce
+ * ranks that takes milliseconds, because every helper answers quickly. With a dead peer quiesce
  * calls your abort after a second. If you have none, the wait takes up to 10 s with
  * RA_CAP_DEADLINE, or a minute in the middle of a message, and without RA_CAP_DEADLINE it may never
  * end. If the deadline of quiesce comes first, it returns RA_E_UNSAFE.
@@ -122,7 +122,7 @@ static int ra_level1__sendrecv(ra_level1 *u, int to, const void *s, size_t s_len
     int code;
     if (to == RA_NO_PEER && from == RA_NO_PEER) return 1;
     code = u->below.sendrecv(u->below.ctx, to, s, s_len, from, r, r_len, tag, ra_deadline_ms(ms));
-    if (code == RA_E_TIMEOUT) code = RA_E_PEER;        /* live helpers answer at once */
+    if (code == RA_E_TIMEOUT) code = RA_E_PEER;        /* a live helper answers in time */
     if (code) ra_level1__fail(u, code);
     return code == 0;
 }

@@ -37,7 +37,7 @@
  * nothing is stored for a receive that does not exist, no channel delays another, and the ring's
  * own buffers bound the memory. A head that makes no sense closes the connection.
  *
- * Failure. abort reaches the peers at once, by a frame if one can be sent without waiting,
+ * Failure. abort reaches the peers immediately, by a frame if one can be sent without waiting,
  * otherwise by closing: they get RA_E_ABORTED or RA_E_PEER. A process that dies closes its
  * connections, and ops that are pending with it fail with RA_E_PEER. A peer that is stopped or cut
  * off is silent: deadlines and the ring's watchdog end the wait, and keep-alive probes find it
@@ -953,7 +953,7 @@ static RA_TCP_UNUSED void ra_tcp_queue_op(ra_tcp *t, ra_transport_op *op) {
     if (op->kind == RA_MSG_RECV) c->to_grant[op->channel]++;
 }
 
-/* Accepts all ops; bytes begin to move at once. */
+/* Accepts all ops; their bytes begin to move here. */
 static RA_TCP_UNUSED int ra_tcp_post(void *ctx, ra_transport_op *const *ops, int n) {
     ra_tcp *t = (ra_tcp *)ctx;
     int failure;

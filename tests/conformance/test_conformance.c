@@ -260,7 +260,7 @@ static int ch_failure(const ch_seat *s) {
     return cf_load(&s->world->aborted[s->ring]) ? RA_E_ABORTED : RA_OK;
 }
 
-/* Takes a copy of a send at once, or (REUSE) when it is too late. */
+/* Takes a copy of a send when posted, or (REUSE) when it is too late. */
 static void ch_capture(ra_transport_op *op) {
     if (op->scratch[CH_COPY]) return;
     op->scratch[CH_COPY] = malloc(op->len);
