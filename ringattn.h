@@ -9793,6 +9793,12 @@ static ra_status ra__check_allocator(const ra_allocator *a, const char *field, r
                            "is null: set both alloc and free, or neither", 0, 0);
 }
 
+/* Rows [begin, end). */
+typedef struct ra__range { int64_t begin, end; } ra__range;
+
+/* How many query rows and key rows of a sequence a call's tensors have. */
+typedef struct ra__row_counts { int64_t q, k; } ra__row_counts;
+
 /* Tensors of a call. */
 enum { RA__TENSOR_Q, RA__TENSOR_K, RA__TENSOR_V, RA__TENSOR_O, RA__TENSOR_LSE, RA__TENSOR_D_O,
        RA__TENSOR_D_Q, RA__TENSOR_D_K, RA__TENSOR_D_V, RA__TENSORS };
@@ -9809,10 +9815,10 @@ typedef struct ra__tensor {
     { "t." #name, offsetof(ra_tensors, name), offsetof(ra_desc, dim), offsetof(ra_desc, dtype),  \
       keys, writable }
 
-/* Tensor `which` of a call with rows[0] queries and rows[1] keys. PERF: it is written to *x because
+/* Tensor `which` of a call. PERF: it is written to *x because
  * gcc 12 copies a returned struct in pieces that overlap the stored ones, and the processor then
  * waits for the stores: 20 ns each. */
-RA__INLINE void ra__tensor_of(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+RA__INLINE void ra__tensor_of(const ra_desc *d, const ra_tensors *t, const ra__row_counts *rows,
                               int which, ra__tensor *x) {
     static const struct { const char *field; size_t at, dim, dtype; int32_t keys, writable; }
     list[RA__TENSORS] = {
@@ -9829,7 +9835,7 @@ RA__INLINE void ra__tensor_of(const ra_desc *d, const ra_tensors *t, const int64
     memcpy(&dim, (const uint8_t *)d + list[which].dim, sizeof dim);
     memcpy(&x->dtype, (const uint8_t *)d + list[which].dtype, sizeof x->dtype);
     x->batch = d->sequences;
-    x->rows = rows[keys];
+    x->rows = keys ? rows->k : rows->q;
     x->heads = keys ? d->kv_heads : d->q_heads;
     x->dim = dim;
     x->writable = list[which].writable;
@@ -9932,8 +9938,9 @@ RA__INLINE ra__extent ra__extent_of(const ra__tensor *x, const ra__view *v) {
 }
 
 /* Writes the view of tensor `which` of a call and, if r is not null, its extent to r[which]. */
-RA__INLINE ra_status ra__check_tensor(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                      int which, ra__view *out, ra__extent *r, ra_error *e) {
+RA__INLINE ra_status ra__check_tensor(const ra_desc *d, const ra_tensors *t,
+                                      const ra__row_counts *rows, int which, ra__view *out,
+                                      ra__extent *r, ra_error *e) {
     ra__tensor x;
     ra__tensor_of(d, t, rows, which, &x);
     const ra_status s = ra__view_check(&x, out, e);
@@ -9942,7 +9949,7 @@ RA__INLINE ra_status ra__check_tensor(const ra_desc *d, const ra_tensors *t, con
 }
 
 /* The same for K and V. */
-static ra_status ra__check_keys(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+static ra_status ra__check_keys(const ra_desc *d, const ra_tensors *t, const ra__row_counts *rows,
                                 ra__view kv[2], ra__extent *r, ra_error *e) {
     const ra_status s = ra__check_tensor(d, t, rows, RA__TENSOR_K, &kv[0], r, e);
     kv[1] = kv[0];
@@ -10017,7 +10024,7 @@ static int ra__regions_meet(const ra__region *a, int32_t na, const ra__region *b
 }
 
 /* 1: two tensors of a call share memory. b begins `gap` bytes after a. */
-RA__NOINLINE int ra__tensors_meet(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+RA__NOINLINE int ra__tensors_meet(const ra_desc *d, const ra_tensors *t, const ra__row_counts *rows,
                                   int a, int b, int64_t gap) {
     ra__tensor x, y;
     ra__region p, q;
@@ -10030,8 +10037,9 @@ RA__NOINLINE int ra__tensors_meet(const ra_desc *d, const ra_tensors *t, const i
 
 /* The same for an output. If r is not null, it must not overlap the tensors whose extents are in r
  * before its own. */
-RA__INLINE ra_status ra__check_output(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                      int which, ra__view *out, ra__extent *r, ra_error *e) {
+RA__INLINE ra_status ra__check_output(const ra_desc *d, const ra_tensors *t,
+                                      const ra__row_counts *rows, int which, ra__view *out,
+                                      ra__extent *r, ra_error *e) {
     static const char *const text[RA__TENSORS] = {         /* they end with the field */
         "overlaps t.q", "overlaps t.k", "overlaps t.v", "overlaps t.o", "overlaps t.lse",
         "overlaps t.d_o", "overlaps t.d_q", "overlaps t.d_k", "overlaps t.d_v",
@@ -10204,11 +10212,12 @@ static ra_status ra__check_pages(const ra_desc *d, const ra_pages *p, ra_error *
     return x.status;
 }
 
-/* Checks the entries of a table of pages for rows [row[0], row[1]) of sequence b. */
+/* Checks the entries of a table of pages for these rows of sequence b. */
 static ra_status ra__check_table(const ra_desc *d, const ra_pages *p, int32_t b,
-                                 const int64_t row[2], ra_error *e) {
+                                 ra__range rows, ra_error *e) {
     const ra__paged x = ra__paged_of(d, p, b);
-    for (int64_t i = row[0]; x.table && i < row[1]; i += x.tokens - (i + x.first) % x.tokens) {
+    for (int64_t i = rows.begin; x.table && i < rows.end;
+         i += x.tokens - (i + x.first) % x.tokens) {
         const int32_t page = x.table[(i + x.first) / x.tokens];
         if (page < 0 || page >= p->count)
             return ra__refuse_pair(e, RA_E_RANGE, "t.pages.table",
@@ -10218,11 +10227,12 @@ static ra_status ra__check_table(const ra_desc *d, const ra_pages *p, int32_t b,
     return RA_OK;
 }
 
-/* Checks what comes with a call of rows[0] queries and rows[1] keys, except outputs. Writes the
- * views of q (to w), k and v, and their extents to r. */
-static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                   ra__work *w, ra__view kv[2], ra__extent *r, ra_error *e) {
-    ra_status s = ra__check_scores(d, t, rows[0], e);
+/* Checks what comes with a call, except outputs. Writes the views of q (to w), k and v, and their
+ * extents to r. */
+static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t,
+                                   const ra__row_counts *rows, ra__work *w, ra__view kv[2],
+                                   ra__extent *r, ra_error *e) {
+    ra_status s = ra__check_scores(d, t, rows->q, e);
     if (!s) s = ra__check_pages(d, &t->pages, e);
     if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_Q, &w->q, r, e);
     if (!s) s = ra__check_keys(d, t, rows, kv, r, e);
@@ -10233,8 +10243,9 @@ static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const 
 
 /* Writes the views of o and, if it is requested, lse to w. r: the extents of q, k and v for a
  * forward call, which writes o and lse; null for others. */
-static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                   ra__work *w, ra__extent *r, ra_error *e) {
+static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t,
+                                   const ra__row_counts *rows, ra__work *w, ra__extent *r,
+                                   ra_error *e) {
     const ra_status s = ra__check_output(d, t, rows, RA__TENSOR_O, &w->o, r, e);
     memset(&w->lse, 0, sizeof w->lse);
     return s || !t->lse.data ? s
@@ -10270,7 +10281,7 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
 
 /* Checks what only backward calls have; writes the views of d_o and of the requested d_q, d_k and
  * d_v, of which the others get null data. */
-static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const ra__row_counts *rows,
                                  ra__view view[4]) {
     const void *const grad[3] = { t->d_q.data, t->d_k.data, t->d_v.data };
     ra__extent r[RA__TENSORS];
@@ -10281,11 +10292,11 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
     memset(r, 0, sizeof r);
     if (!d->train)
         return ra__refuse(e, RA_E_SHAPE, "train", "must be 1 for gradients, is #", d->train);
-    if (rows[0] && !t->lse.data) return ra__refuse(e, RA_E_NULL, "t.lse", "is required", 0);
+    if (rows->q && !t->lse.data) return ra__refuse(e, RA_E_NULL, "t.lse", "is required", 0);
     if (t->d_sinks && !(d->scores & RA_SCORE_SINKS))
         return ra__refuse(e, RA_E_SHAPE, "t.d_sinks", "is set, but scores lacks RA_SCORE_#",
                           RA_SCORE_SINKS);
-    s = ra__check_bias_out(d, t, rows[0]);
+    s = ra__check_bias_out(d, t, rows->q);
     if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_D_O, &view[0], r, e);
     if (!s && (grad[0] || grad[1] || grad[2])) {           /* such calls read o and lse */
         s = ra__check_tensor(d, t, rows, RA__TENSOR_O, &read[0], r, e);
@@ -12351,7 +12362,7 @@ typedef struct ra__local {
     ra__side k_side;
     ra__cursor q_cursor, k_cursor;     /* of q_side and k_side, with runs */
     ra__view kv[2];
-    int64_t rows[2];                   /* query rows, key rows of a tensor per sequence */
+    ra__row_counts rows;
     ra__extent extent[RA__TENSOR_LSE + 1];     /* of tensors that have been accepted */
     int32_t is_short;                  /* 1: rows of panels are head rows: see ra__may_be_short */
 } ra__local;
@@ -12410,8 +12421,8 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     c->w.d = &c->d;
     c->w.t = t;
     c->w.kernel = ra__kernel_of(&c->d);
-    c->rows[0] = ra__longest(&c->d, 0);
-    c->rows[1] = ra__longest(&c->d, 1);
+    c->rows.q = ra__longest(&c->d, 0);
+    c->rows.k = ra__longest(&c->d, 1);
     if (!t) return RA_OK;
     if (c->d.engine)
         return ra__refuse(e, RA_E_UNSUPPORTED, "engine", "must be null: engines serve rings only",
@@ -12423,7 +12434,7 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
                           ra__add_sat(c->d.q_offset, c->d.tokens));
     s = ra__local_side(&c->d, &t->q_pos, 0, &c->w.q_side, &c->q_cursor);
     if (!s) s = ra__local_side(&c->d, &t->k_pos, 1, &c->k_side, &c->k_cursor);
-    if (!s) s = ra__check_tensors(&c->d, t, c->rows, &c->w, c->kv, c->extent, e);
+    if (!s) s = ra__check_tensors(&c->d, t, &c->rows, &c->w, c->kv, c->extent, e);
     c->w.any_position = ra__positions_set(&t->k_pos);
     c->w.classify_arrays = 1;
     c->w.order = ra__desc_order(&c->d, ra__local_same_counts(c) && !ra__positions_set(&t->q_pos) &&
@@ -13466,8 +13477,8 @@ RA__NOINLINE void ra__decode_on_stack(const ra__local *c, int64_t bytes) {
 static ra_status ra__check_page_tables(const ra__local *c, ra_error *e) {
     ra_status s = RA_OK;
     for (int32_t b = 0; c->d.page_tokens && b < c->d.sequences && !s; b++) {
-        const int64_t row[2] = { 0, ra__k_len(&c->d, b) };
-        s = ra__check_table(&c->d, &c->w.t->pages, b, row, e);
+        const ra__range rows = { 0, ra__k_len(&c->d, b) };
+        s = ra__check_table(&c->d, &c->w.t->pages, b, rows, e);
     }
     return s;
 }
@@ -13518,7 +13529,7 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     }
     if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     s = ra__local_check(d, t, &c);
-    if (!s) s = ra__check_outputs(&c.d, t, c.rows, &c.w, c.extent, d->error);
+    if (!s) s = ra__check_outputs(&c.d, t, &c.rows, &c.w, c.extent, d->error);
     if (!s) s = ra__check_page_tables(&c, d->error);
     if (s) return s;
     c.w.clear = c.w.finish = 1;
@@ -13538,7 +13549,7 @@ typedef struct ra__attend { ra__local c; ra__local_walk walk; } ra__attend;
 static ra_status ra__attend_check(const ra_desc *d, const ra_tensors *t, ra__local *c,
                                   const ra__kernel *kernel) {
     ra_status s = ra__local_check(d, t, c);
-    if (!s) s = ra__check_outputs(&c->d, t, c->rows, &c->w, NULL, c->d.error);
+    if (!s) s = ra__check_outputs(&c->d, t, &c->rows, &c->w, NULL, c->d.error);
     c->w.clear = c->w.finish = 1;
     c->w.kernel = kernel;
     return s;
@@ -13672,7 +13683,7 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
         return ra__refuse(d->error, RA_E_NULL, "t.sinks", "is null, but scores has RA_SCORE_#",
                           RA_SCORE_SINKS);
     c.w.t = t;
-    status = ra__check_outputs(&c.d, t, c.rows, &c.w, NULL, d->error);
+    status = ra__check_outputs(&c.d, t, &c.rows, &c.w, NULL, d->error);
     if (status) return status;
     for (int32_t b = 0; b < c.d.sequences; b++) {
         all.rows = ra__q_len(&c.d, b);
@@ -13782,7 +13793,7 @@ static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_
     if (!t) return ra__refuse(e, RA_E_NULL, "t", "is required", 0);
     memset(l, 0, sizeof *l);
     ra_status s = ra__local_check(d, t, &l->c);
-    if (!s) s = ra__check_grads(&l->c.d, t, l->c.rows, view);
+    if (!s) s = ra__check_grads(&l->c.d, t, &l->c.rows, view);
     if (s) return s;
     l->b.w = &l->c.w;
     l->b.d_o = view[0];
@@ -13855,7 +13866,7 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
     ra_desc mine = *d;
     if (ith > 0 && ith < nth) mine.error = NULL; /* as in ra_attention */
     ra_status s = ra__back_check(&mine, t, &l);
-    if (!s) s = ra__check_outputs(&l.c.d, t, l.c.rows, &l.c.w, NULL, mine.error);
+    if (!s) s = ra__check_outputs(&l.c.d, t, &l.c.rows, &l.c.w, NULL, mine.error);
     if (!s && !t->d_q.data && !t->d_k.data && !t->d_v.data && !t->d_sinks && !t->d_bias.data)
         s = ra__refuse(mine.error, RA_E_NULL, "t.d_q",
                        "is null, and so are all other gradients", 0);
@@ -13875,8 +13886,8 @@ RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *de
     if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
     memset(&d_o, 0, sizeof d_o);
     ra_status s = ra__local_check(d, NULL, &c);
-    if (!s) s = ra__check_outputs(&c.d, t, c.rows, &c.w, NULL, d->error);
-    if (!s) s = ra__check_tensor(&c.d, t, c.rows, RA__TENSOR_D_O, &d_o, NULL, d->error);
+    if (!s) s = ra__check_outputs(&c.d, t, &c.rows, &c.w, NULL, d->error);
+    if (!s) s = ra__check_tensor(&c.d, t, &c.rows, RA__TENSOR_D_O, &d_o, NULL, d->error);
     if (s) return s;
     const ra__kernel *kernel = ra__kernel_f32(c.d.isa);
     const uint32_t mode = ra__fp_enter();
@@ -13904,7 +13915,7 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
         s = ra__refuse(d->error, RA_E_SHAPE, "grads.d_v", "must be null because v_in_k is #", 1);
     if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, ra__alone, &memory);
     if (!s)
-        s = ra__check_tensor(&l.c.d, t, l.c.rows, RA__TENSOR_LSE, &l.c.w.lse, NULL, d->error);
+        s = ra__check_tensor(&l.c.d, t, &l.c.rows, RA__TENSOR_LSE, &l.c.w.lse, NULL, d->error);
     if (s) return s;
     l.b.delta = delta;
     ra__fold_back_run(&l, g, memory);
@@ -19699,11 +19710,11 @@ RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring) {
 /* -------------------------------------------------------------------------- passes
  * Checks the gradients of a backward pass and notes where they are. */
 static ra_status ra__begin_grads(ra_ring *r, const ra_plan *p, const ra_tensors *t, ra_error *e) {
-    const int64_t rows[2] = { p->report.q_rows, p->report.k_rows };
+    const ra__row_counts rows = { p->report.q_rows, p->report.k_rows };
     ra__view view[4];
     ra_desc d = p->d;
     d.error = e;
-    ra_status s = ra__check_grads(&d, t, rows, view);
+    ra_status s = ra__check_grads(&d, t, &rows, view);
     if (s) return s;
     memset(&r->back, 0, sizeof r->back);
     r->back.w = &r->work;
@@ -19754,16 +19765,16 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
     if (s) return s;
     const ra_plan *p = job->plan;
     const ra_tensors *t = job->tensors;
-    const int64_t rows[2] = { p->report.q_rows, p->report.k_rows };
+    const ra__row_counts rows = { p->report.q_rows, p->report.k_rows };
     const int back = job->pass == RA_PASS_BACKWARD;
     ra__extent extent[RA__TENSOR_LSE + 1];
-    s = ra__check_tensors(&p->d, t, rows, w, kv, extent, e);
-    if (!s) s = ra__check_outputs(&p->d, t, rows, w, back ? NULL : extent, e);
+    s = ra__check_tensors(&p->d, t, &rows, w, kv, extent, e);
+    if (!s) s = ra__check_outputs(&p->d, t, &rows, w, back ? NULL : extent, e);
     if (!s && back) s = ra__begin_grads(r, p, t, e);
     if (s) return s;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) {
-        s = ra__check_array(&p->d, &t->q_pos, rows[0], 0, e);
-        return s ? s : ra__check_array(&p->d, &t->k_pos, rows[1], 1, e);
+        s = ra__check_array(&p->d, &t->q_pos, rows.q, 0, e);
+        return s ? s : ra__check_array(&p->d, &t->k_pos, rows.k, 1, e);
     }
     ra__checks x = { e, RA_OK };
     ra__refuse_if(&x, ra__positions_set(&t->q_pos), RA_E_POSITIONS, "t.q_pos",
@@ -20728,12 +20739,12 @@ static const ra__refetched *ra__resume_refetch(ra_ring *r, int32_t rank) {
     const ra_desc *d = &r->plan->d;
     ra_tensors t;
     if (g->known) return g;
-    const int64_t rows[2] = { 0, ra__plan_rows(r->plan, 1, rank) };
+    const ra__row_counts rows = { 0, ra__plan_rows(r->plan, 1, rank) };
     memset(&t, 0, sizeof t);
     ra_status s = x->rd.refetch(x->rd.ctx, r->pass, rank, &t);
-    if (!s) s = ra__check_keys(d, &t, rows, g->kv, NULL, &r->refusal);
+    if (!s) s = ra__check_keys(d, &t, &rows, g->kv, NULL, &r->refusal);
     if (!s && d->layout.kind == RA_LAYOUT_ARRAY)
-        s = ra__check_array(d, &t.k_pos, rows[1], 1, &r->refusal);
+        s = ra__check_array(d, &t.k_pos, rows.k, 1, &r->refusal);
     if (s) return NULL;
     g->pos = t.k_pos;
     g->known = 1;
@@ -21553,11 +21564,12 @@ RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, in
     if (sequence < 0 || sequence >= c->d.sequences || position < 0 || position >= c->d.kv_tokens)
         return RA_E_RANGE;
     if (ra_cache_owner(c, position) != c->rank) return RA_OK;
-    const int64_t at = ra_cache_row(c, position), row[2] = { at, at + 1 };
-    const int64_t rows[2] = { 0, ra_cache_rows(c) };
+    const int64_t at = ra_cache_row(c, position);
+    const ra__range row = { at, at + 1 };
+    const ra__row_counts rows = { 0, ra_cache_rows(c) };
     ra_status s = ra__check_pages(&c->d, &t->pages, NULL);
     if (!s) s = ra__check_table(&c->d, &t->pages, sequence, row, NULL);
-    if (!s) s = ra__check_keys(&c->d, t, rows, to, NULL, NULL);
+    if (!s) s = ra__check_keys(&c->d, t, &rows, to, NULL, NULL);
     if (s) return s;
     for (int i = 0; i < 2; i++) to[i] = ra__cache_cell(c, t, to[i], sequence, at);
     for (int32_t h = 0; h < c->d.kv_heads && !s; h++) {
@@ -22525,15 +22537,15 @@ static void ra__cache_assign_slots(ra_cache *c) {
 }
 
 /* Checks the pages of a lane that begins at row `first` of this rank. A call sees the lane's rows
- * below row[0] and those in [row[1], row[2]); entries of other rows may be -1. The page of the last
- * row must occur only once among those that are seen. */
+ * below `kept` and those in `rows`; entries of other rows may be -1. The page of the last row must
+ * occur only once among those that are seen. */
 static ra_status ra__cache_check_lane(ra_cache *c, const ra_pages *p, int32_t b, int64_t first,
-                                      const int64_t row[3]) {
+                                      int64_t kept, ra__range rows) {
     const ra__paged x = ra__paged_of(&c->d, p, b);
-    const int64_t from = first + x.first, last = (from + row[2] - 1) / x.tokens;
+    const int64_t from = first + x.first, last = (from + rows.end - 1) / x.tokens;
     for (int64_t i = from / x.tokens; i <= last; i++) {
-        const int seen = (row[1] < row[2] && (i + 1) * x.tokens > from + row[1]) ||
-                         (row[0] && i * x.tokens < from + row[0]);
+        const int seen = (rows.begin < rows.end && (i + 1) * x.tokens > from + rows.begin) ||
+                         (kept && i * x.tokens < from + kept);
         if (x.table[i] < -!seen || x.table[i] >= p->count)
             return ra__refuse_pair(&c->why, RA_E_RANGE, "t.pages.table",
                                    "has page #, which is not in 0..@ (-1: seen by no row)",
@@ -22556,10 +22568,10 @@ static ra_status ra__cache_check_tables(ra_cache *c, const ra_pages *p) {
         ra__sees sees;
         ra__mask_row(&c->d.mask, c->cached[b], end, &sees);
         for (int32_t l = first; l < c->lane_first[c->rank + 1] && !s; l++) {
-            const int64_t row[3] = { ra__lane_keys(c, l, ra__max(0, ra__min(sees.keep_end, end))),
-                                     ra__lane_keys(c, l, ra__max(0, ra__min(sees.lo, end))),
+            const int64_t kept = ra__lane_keys(c, l, ra__max(0, ra__min(sees.keep_end, end)));
+            const ra__range rows = { ra__lane_keys(c, l, ra__max(0, ra__min(sees.lo, end))),
                                      ra__lane_keys(c, l, end) };
-            if (row[2]) s = ra__cache_check_lane(c, p, b, (l - first) * c->lane_rows, row);
+            if (rows.end) s = ra__cache_check_lane(c, p, b, (l - first) * c->lane_rows, kept, rows);
         }
     }
     return s;
@@ -22613,7 +22625,8 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     ra__work w;
     ra__view kv[2];
     ra__extent extent[RA__TENSOR_LSE + 1];
-    int64_t rows[2], n;
+    ra__row_counts rows;
+    int64_t n;
     ra_status s = ra__cache_check_counts(c, cached, fresh);
     if (s) return s;
     if (!t) return ra__refuse(e, RA_E_NULL, "t", "is required", 0);
@@ -22630,10 +22643,10 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
                                    "RA_INFER_PASS_KV sends in one message: take RA_INFER_AUTO",
                                    (int64_t)c->tp.max_msg, n);
     memset(&w, 0, sizeof w);
-    rows[0] = ra__cache_longest(c);
-    rows[1] = ra_cache_rows(c);
-    s = ra__check_tensors(d, t, rows, &w, kv, extent, e);
-    if (!s) s = ra__check_outputs(d, t, rows, &w, extent, e);
+    rows.q = ra__cache_longest(c);
+    rows.k = ra_cache_rows(c);
+    s = ra__check_tensors(d, t, &rows, &w, kv, extent, e);
+    if (!s) s = ra__check_outputs(d, t, &rows, &w, extent, e);
     if (!s) s = ra__cache_check_tables(c, &t->pages);
     if (!s && !ra__tp_turn(&c->tp)) s = ra__crew_no_turn(e, &c->tp, c->call);
     if (s) return s;
@@ -23070,14 +23083,14 @@ static ra_in ra__view_in(ra__view v) {
     return in;
 }
 
-/* Sets K and V of a call: rows [row[0], row[1]) of a lane, from KV head `head` on. */
+/* Sets K and V of a call: rows of a lane from `row` on, from KV head `head` on. */
 static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lane,
-                               const int64_t row[2], int32_t head, ra_desc *d) {
+                               int64_t row, int32_t head, ra_desc *d) {
     const ra_cache *holder = c->pooled ? c->peer[c->lane_owner[lane]] : c;
     const int32_t local = lane - c->lane_first[c->pooled ? holder->rank : c->keys.rank];
     const int32_t b = y->x.b + (y->x.single ? y->x.single - 1 : 0);
-    const int64_t first = row[0] + (c->keys.row ? c->keys.row[b * c->lanes + local]
-                                                : local * c->lane_rows);
+    const int64_t first = row + (c->keys.row ? c->keys.row[b * c->lanes + local]
+                                             : local * c->lane_rows);
     const int paged = holder->d.page_tokens && !c->keys.row;
     const int64_t at = paged ? 0 : first;
     const int32_t kb = c->keys.row || paged ? 0 : b;
@@ -23144,9 +23157,9 @@ static void ra__positions_rows(const void *of, int64_t pos, int64_t n, uint8_t *
     }
 }
 
-/* Sets y->t for a call of a portion on rows [row[0], row[1]) of a lane; lane -1: on positions. d:
- * its heads are set; gets the counts of rows. */
-static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, const int64_t row[2],
+/* Sets y->t for a call of a portion on these rows of a lane; lane -1: on positions. d: its heads
+ * are set; gets the counts of rows. */
+static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, ra__range rows,
                           ra__partial out, ra_desc *d) {
     const ra__query_rows *q = &c->queries;
     const ra__cache_portion *x = &y->x;
@@ -23162,7 +23175,7 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, co
     else qv = ra__view_at(q->v, x->b + member, x->row, q_head);
     memset(t, 0, sizeof *t);
     d->tokens = x->single ? 1 : x->rows;
-    d->kv_tokens = row[1] - row[0];
+    d->kv_tokens = rows.end - rows.begin;
     t->q = ra__view_in(qv);
     if (x->joint > 1 && !q->packed) t->q.token_stride = qv.batch;
     if (lane < 0) {
@@ -23170,7 +23183,7 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, co
         if (d->v_in_k) t->v.data = NULL;
         d->page_tokens = 0;
     } else {
-        ra__lane_call_keys(c, y, lane, row, head, d);
+        ra__lane_call_keys(c, y, lane, rows.begin, head, d);
     }
     t->o.data = out.o + x->at_head * c->group * (int64_t)c->d.v_dim;
     t->o.token_stride = out.step * c->d.v_dim * (int64_t)sizeof(float);
@@ -23182,9 +23195,9 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, co
     t->q_pos.count = d->tokens;
     t->k_pos.count = d->kv_tokens;
     if (c->lanes > 1 && lane >= 0) {
-        t->k_pos.array = c->pos + lane * c->lane_rows + row[0];
+        t->k_pos.array = c->pos + lane * c->lane_rows + rows.begin;
     } else {
-        y->run.first = row[0];
+        y->run.first = rows.begin;
         y->run.count = d->kv_tokens;
         y->run.stride = 1;
         t->k_pos.runs = &y->run;
@@ -23198,13 +23211,13 @@ static int64_t ra__cache_dims(const ra_cache *c) {
     return c->d.k_dim + (int64_t)c->d.v_dim;
 }
 
-/* Attends a portion to rows [row[0], row[1]) of a lane (-1: to the keys at these positions) in the
- * form of prefill. The sums go to *to, or if `merges` directly into to[-1], with which the tree
+/* Attends a portion to these rows of a lane (-1: to the keys at these positions) in the form of
+ * prefill. The sums go to *to, or if `merges` directly into to[-1], with which the tree
  * merges them next.
  * PERF: panel by panel, while they are in level 1. Zen 5, 256 tokens of 32/8 heads, D 128, bf16, 4
  * lanes, one thread: 4.0 -> 3.7 ms; over 1024 tokens 13.8 -> 13.6. */
 static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
-                                const int64_t row[2], const ra__partial *to, int merges,
+                                ra__range rows, const ra__partial *to, int merges,
                                 int64_t *left) {
     const int64_t tile = RA_BLOCK_TOKENS * RA_BLOCK_TOKENS * ra__cache_dims(c);
     const int64_t work = ra__max(1, *left / tile) * RA__TILE_WORK;
@@ -23213,7 +23226,7 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
         ra_desc d = c->tile;
         d.tokens = y->x.rows;
         y->x.merges = merges && !ra__is_short(&d);
-        ra__lane_call(c, y, lane, row, to[-y->x.merges], &d);
+        ra__lane_call(c, y, lane, rows, to[-y->x.merges], &d);
         ra_status s = ra__attend_walk(&d, &y->t, y->workspace, c->tile_kernel, &y->a);
         if (s) return s;
         if (y->x.merges) y->a.c.w.merge_room = y->partial[0];
@@ -23230,13 +23243,13 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
     return RA_OK;
 }
 
-/* Attends a portion to rows [row[0], row[1]) of a lane in the form of decoding. Its heads are cut
- * only if all of them together are more than a step. */
+/* Attends a portion to these keys of a lane in the form of decoding. Its heads are cut only if all
+ * of them together are more than a step. */
 static ra_status ra__leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
-                               const int64_t row[2], ra__partial out, int64_t *left) {
+                               ra__range keys, ra__partial out, int64_t *left) {
     ra__cache_portion *x = &y->x;
     const int64_t rows = x->single ? 1 : x->rows;
-    const int64_t price = rows * c->group * (row[1] - row[0]) * ra__cache_dims(c);
+    const int64_t price = rows * c->group * (keys.end - keys.begin) * ra__cache_dims(c);
     while (x->at_head < x->heads) {
         int64_t heads = x->heads - x->at_head;
         ra_desc d = c->decode;
@@ -23244,7 +23257,7 @@ static ra_status ra__leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
         heads = ra__max(1, ra__min(heads, *left / price));
         d.kv_heads = (int32_t)heads;
         d.q_heads = (int32_t)heads * c->group;
-        ra__lane_call(c, y, lane, row, out, &d);
+        ra__lane_call(c, y, lane, keys, out, &d);
         ra_status s = ra__attend_decode(&d, &y->t, y->workspace, c->decode_kernel);
         if (s) return s;
         *left -= heads * price;
@@ -23274,25 +23287,25 @@ static void ra__joint_row_sees(const ra_cache *c, const ra__cache_portion *x, in
 static ra_status ra__joint_leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                      int64_t leaf, ra__partial out, int64_t *left) {
     ra__cache_portion *x = &y->x;
-    const int64_t whole[2] = { leaf * RA__LEAF, (leaf + 1) * RA__LEAF };
-    const int64_t first = (lane - c->lane_first[c->rank]) * c->lane_rows + whole[0];
+    const ra__range whole = { leaf * RA__LEAF, (leaf + 1) * RA__LEAF };
+    const int64_t first = (lane - c->lane_first[c->rank]) * c->lane_rows + whole.begin;
     int64_t lo, hi;
     int shared = 1;
     for (int32_t i = 0; i < x->joint && shared; i++) {
         ra__joint_row_sees(c, x, i, &lo, &hi);
-        shared = ra__lane_keys(c, lane, hi) >= whole[1] && ra__lane_keys(c, lane, lo) < whole[1];
+        shared = ra__lane_keys(c, lane, hi) >= whole.end && ra__lane_keys(c, lane, lo) < whole.end;
     }
     if (shared && ra__leaf_is_shared(c, &c->t.pages, first, x->b, x->joint))
         return ra__leaf_some(c, y, lane, whole, out, left);
     for (; x->at_row < x->joint; x->at_row++) {
         const ra__partial partial = ra__partial_row(c, out, x->at_row);
-        int64_t row[2] = { whole[0], whole[1] }, from;
+        ra__range keys = whole;
         ra_status s = RA_OK;
         ra__joint_row_sees(c, x, x->at_row, &lo, &hi);
-        row[1] = ra__min(whole[1], ra__lane_keys(c, lane, hi));
-        from = ra__max(whole[0], ra__lane_keys(c, lane, lo));
+        keys.end = ra__min(whole.end, ra__lane_keys(c, lane, hi));
         x->single = x->at_row + 1;
-        if (from < row[1]) s = ra__leaf_some(c, y, lane, row, partial, left);
+        if (ra__max(whole.begin, ra__lane_keys(c, lane, lo)) < keys.end)
+            s = ra__leaf_some(c, y, lane, keys, partial, left);
         else ra__partial_clear(c, x, partial, 1);
         x->single = 0;
         if (s) return s;
@@ -23313,10 +23326,10 @@ static ra_status ra__span_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
         return RA_OK;
     }
     for (x->at_leaf = ra__max(x->at_leaf, first); x->at_leaf < last; x->at_leaf++) {
-        const int64_t row[2] = { x->at_leaf * RA__LEAF, ra__min((x->at_leaf + 1) * RA__LEAF, to) };
+        const ra__range keys = { x->at_leaf * RA__LEAF, ra__min((x->at_leaf + 1) * RA__LEAF, to) };
         ra__partial partial = x->at_leaf > first ? ra__partial_packed(c, x, y->partial[0]) : out;
         ra_status s = x->joint > 1 ? ra__joint_leaf_some(c, y, lane, x->at_leaf, partial, left)
-                                     : ra__leaf_some(c, y, lane, row, partial, left);
+                                     : ra__leaf_some(c, y, lane, keys, partial, left);
         if (s) return s;
         if (x->at_leaf > first) ra__partial_merge(c, x, out, partial);
     }
@@ -23345,17 +23358,17 @@ static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
                                const ra__partial *to, int merges, int64_t *left) {
     ra__cache_portion *x = &y->x;
     const ra__partial out = *to;
-    const int64_t row[2] = {
+    const ra__range rows = {
         ra__lane_keys(c, lane, x->lo) / RA_BLOCK_TOKENS * RA_BLOCK_TOKENS,
         ra__lane_keys(c, lane, x->hi)
     };
     const int64_t spans = ra__cache_spans(c, x->b);
     x->merges = x->lane_begun && x->merges;
-    if (row[0] >= row[1]) {
+    if (rows.begin >= rows.end) {
         ra__partial_clear(c, x, out, x->rows);
         return RA_OK;
     }
-    if (!x->decode) return ra__tiles_some(c, y, lane, row, to, merges, left);
+    if (!x->decode) return ra__tiles_some(c, y, lane, rows, to, merges, left);
     for (; x->at_span < spans; x->at_span++, x->at_leaf = 0) {
         const int slot = c->slot[x->b] >= 0;
         ra__partial partial = x->at_span ? ra__partial_packed(c, x, y->partial[1]) : out;
@@ -23373,11 +23386,11 @@ static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
 /* Attends a portion to all keys that its rows see, by position. */
 static ra_status ra__positions_some(const ra_cache *c, ra__cache_desk *y, const ra__partial *to,
                                     int64_t *left) {
-    const int64_t row[2] = { y->x.lo / RA_BLOCK_TOKENS * RA_BLOCK_TOKENS, y->x.hi };
+    const ra__range rows = { y->x.lo / RA_BLOCK_TOKENS * RA_BLOCK_TOKENS, y->x.hi };
     y->of = c;
     y->gather.rows = ra__positions_rows;
     y->gather.of = y;
-    if (row[0] < row[1]) return ra__tiles_some(c, y, -1, row, to, 0, left);
+    if (rows.begin < rows.end) return ra__tiles_some(c, y, -1, rows, to, 0, left);
     ra__partial_clear(c, &y->x, *to, y->x.rows);
     return RA_OK;
 }
