@@ -23,7 +23,7 @@ static inline int below_ops(ra_transport_op op[2], ra_transport_op *list[2], int
     return n;
 }
 
-/* ctx: the other ra_transport. A send that is cut leaves the reason to the receive beside it. */
+/* ctx: the other ra_transport. If the send is cut short, the status of the receive counts. */
 static inline int below_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
                                  size_t r_len, uint64_t tag, int64_t deadline_ns) {
     const ra_transport *t = (const ra_transport *)ctx;

@@ -43,7 +43,7 @@ typedef struct setup {
     int32_t passes;                    /* over one ring; 0: 1 */
     int32_t exact;                     /* 1: hand over the workspace, to the byte */
     int32_t no_lse;                    /* 1: LSE is not requested, 2: not by odd ranks */
-    int32_t any_isa;                   /* 1: every rank another instruction set */
+    int32_t any_isa;                   /* 1: each rank has another instruction set */
     int32_t train;                     /* 1: a backward pass follows, problem.d_o is there */
     int32_t grad_return, way;          /* RA_RETURN_*, RA_TRAVEL_* */
     int32_t order;                     /* 0, RA_ORDER_ROUNDS */

@@ -551,7 +551,7 @@ static void networks(int level) {
     }
 }
 
-/* sendrecv alone, blocking, capacity zero: ten lines and it works. */
+/* A transport of ten lines works: sendrecv alone, which blocks and buffers nothing. */
 TEST(network_level0) { networks(0); }
 
 TEST(network_level1) { networks(1); }

@@ -471,7 +471,7 @@ TEST(world_waits_for_no_rank_that_rests) {
         ra_ring *ring[3];
         ra_job job[3];
         ra_status s[3];
-        rd.quiesce_ns = 50000000;      /* it would wait all of them, and then leak its ring */
+        rd.quiesce_ns = 50000000;      /* one that waits takes as long, and leaks its ring */
         for (int r = 0; r < 3; r++) {
             job[r] = rig_job(g, r);
             CHECK_EQ(ra_ring_create(&ring[r], g->plan[r], ra_world_transport(world, r), &rd),

@@ -818,7 +818,7 @@ static int ra_ofi__poll(void *ctx, ra_transport_op *const *ops, int n) {
     ra_ofi *o = (ra_ofi *)ctx;
     int code = ra_ofi__verdict(o);
     (void)ops, (void)n;
-    ra_ofi__move(o);                   /* after a failure too: the goodbye leaves */
+    ra_ofi__move(o);                   /* after a failure too, to send the goodbye */
     if (!code) ra_ofi__bury(o);
     return ra_ofi__verdict(o);
 }

@@ -57,7 +57,7 @@ typedef struct cf_outside { int rank, ranks; const char *file; } cf_outside;
 typedef struct cf_maker {
     const char *name;
     void *user;
-    void *(*make)(void *user, int ranks, int rings);   /* before the ranks start; null: cannot */
+    void *(*make)(void *user, int ranks, int rings);   /* before the ranks start; null: failed */
     const ra_transport *(*join)(void *world, int ring, int rank); /* the rank's transport in that
                                         * ring; may meet the other ranks. null: failed */
     void (*leave)(void *world, int ring, int rank, int why); /* no more calls; why as in
