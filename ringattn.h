@@ -1129,9 +1129,9 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
  * how many are new. It plans and allocates nothing. To roll back, pass a smaller count; for drafts
  * with the bits of plain decoding set d.form to RA_FORM_SAME. A batch_stride of 0 of K and V is
  * ra_cache_rows rows. With pages (page_tokens may differ between ranks) a table covers these rows.
- * Entries of rows that are not stored yet are not read; those of pages that no row of the call sees
- * may be -1. A prefix in the same pages is read once for up to 16 Hkv / Hq sequences b, b + 1, ..
- * with one new token each, if queries travel, in units of 1024 rows of a lane.
+ * Entries of rows not stored yet are not read; those of pages that no row of the call sees may be
+ * -1 or repeat others (a ring buffer). A prefix in the same pages is read once for up to 16 Hkv /
+ * Hq sequences b, b + 1, .. with one new token each, if queries travel, by 1024 rows of a lane.
  *
  * Either every rank attends all queries to its own keys, or it gets the keys of others (or reads
  * them, with RA_CAP_SHARED), whichever costs less. Partial results of lanes merge in a fixed tree:
@@ -22634,7 +22634,8 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
                                            deadline_ns);
     if (ra__positions_set(&t->q_pos) || ra__positions_set(&t->k_pos))
         return ra__refuse(e, RA_E_SHAPE, ra__positions_set(&t->q_pos) ? "t.q_pos" : "t.k_pos",
-                          "must be {0}: positions follow from the counts", 0);
+                          "must be {0}: positions follow from the counts. For a ring buffer repeat "
+                          "entries of t.pages.table", 0);
     ra__cache_set_counts(c, cached, fresh);
     for (int32_t r = 0; r < c->ranks && c->travel == RA_INFER_PASS_KV && !c->pooled; r++)
         if (ra__keys_length(c, r, &n) > (int64_t)c->tp.max_msg)

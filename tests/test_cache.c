@@ -417,7 +417,8 @@ static void plain_row(const script *s, int32_t b, int64_t p, int32_t h, int64_t 
 static int integers(const script *s, int32_t i, int32_t b) {
     const int32_t isa = s->d.isa ? s->d.isa : ra_isa_best();
     const int64_t pairs = s->fresh[i][b] * s->d.q_heads / s->d.kv_heads;
-    return s->d.k_dtype == RA_Q8_0 && (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX) &&
+    return s->d.k_dtype == RA_Q8_0 && (s->d.v_in_k || s->d.v_dtype == RA_Q8_0) &&
+           (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX) &&
            (s->d.form == RA_FORM_SAME || pairs <= 16);
 }
 
@@ -528,6 +529,34 @@ TEST(ranks_and_travel) {
         script_fill(&s, &r);
         grow(&s, &r, 300);
         everywhere(&s, &r);
+        script_free(&s);
+    }
+}
+
+/* V in every dtype that K does not have. */
+TEST(unlike_dtypes) {
+    for (int64_t i = 0; i < 12; i++) {
+        h_rng r = h_case_rng(i);
+        script s;
+        outcome one, many;
+        if (!h_case(i)) continue;
+        s = script_new(i % 2 ? 8 : 3, i % 2 ? 2 : 3, i % 4 ? 32 : 64, RA_F32 + (int32_t)i / 3, 400);
+        s.d.v_dtype = RA_F32 + (int32_t)(i / 3 + 1 + i % 3) % 4;
+        if (i % 5 == 1) s.d.q_dtype = RA_BF16;
+        if (i % 3 == 2) s.d.form = RA_FORM_SAME;
+        script_fill(&s, &r);
+        grow(&s, &r, 200);
+        one = script_run(&s, 1);
+        compare(&s, &one, &r, tolerance(&s));
+        s.page = i % 2 ? 0 : 1 + h_below(&r, 5);
+        s.threads = 1 + h_below(&r, 2);
+        s.cd.travel = h_below(&r, 4);
+        s.level_0 = h_below(&r, 3);
+        many = script_run(&s, 2 + h_below(&r, 3));
+        CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
+        CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
+        outcome_free(&many);
+        outcome_free(&one);
         script_free(&s);
     }
 }
@@ -1589,6 +1618,9 @@ TEST(refusals) {
     CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_OK);
     fresh = 1;
     CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_NULL);
+    t.k_pos.count = 1;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_SHAPE);
+    CHECK(strstr(ra_cache_error(c)->text, "ring buffer"));
     CHECK_EQ(ra_cache_destroy(c), RA_OK);
 }
 
@@ -2054,7 +2086,7 @@ TEST(ends_before_others_know) {
 }
 
 static const h_test tests[] = {
-    ENTRY(ranks_and_travel), ENTRY(pools_of_all_queries), ENTRY(pages),
+    ENTRY(ranks_and_travel), ENTRY(unlike_dtypes), ENTRY(pools_of_all_queries), ENTRY(pages),
     ENTRY(prompts_by_position), ENTRY(ring_buffers), ENTRY(attention_pages),
     ENTRY(shared_prefixes), ENTRY(shared_prefixes_are_one_portion),
     ENTRY(threads_share_heads), ENTRY(long_caches), ENTRY(lanes_and_weights),
