@@ -1107,10 +1107,11 @@ static inline void cf_t_quiesce(cf_rank *r) {
     if (!cf_abort(r)) return;
     code = cf_quiesce(r, r->patience / 2);
     if (cf_over(r)) return;
-    for (int i = 0; i < n; i++) memset(ops[i].own, i, ops[i].op.len);
+    for (int i = 0; i < n && code == RA_OK; i++) memset(ops[i].own, i, ops[i].op.len);
     cf_sleep_us(60000);
-    for (int i = 0; i < n; i++) touched += !cf_all(ops[i].own, ops[i].op.len, i);
-    if (code == RA_OK && touched)
+    for (int i = 0; i < n && code == RA_OK; i++)
+        touched += !cf_all(ops[i].own, ops[i].op.len, i);
+    if (touched)
         cf_break(r, CF_QUIET, "%d of %d buffers were written after it", touched, n);
     if (code == RA_OK && r->t[0]->quiesce(r->t[0]->ctx, ra_deadline_ms(100)) != RA_OK)
         cf_break(r, CF_QUIET, "called again it no longer returns RA_OK");

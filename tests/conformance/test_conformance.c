@@ -55,6 +55,7 @@ typedef struct ch_seat {
     uint8_t *after;                    /* buffer of a receive that was done in the last poll */
     uint8_t *last;                     /* buffer of the last large receive, or of a loan */
     ra_transport_op *late;             /* UNSAFE: the last op, used again as the rank leaves */
+    uint8_t first;                     /* byte of its buffer */
     ra_transport t;
 } ch_seat;
 
@@ -206,6 +207,7 @@ static void ch_meet(ch_world *w, ch_queue *sends, ch_queue *recvs) {
         ra_transport_op *out = sends->first, *in = recvs->first, *second;
         int fits;
         if (w->wrong == CH_RIGHT && ch_random(w, 3) == 0) return;
+        if (w->wrong == CH_UNSAFE && out->len == 500009) return;   /* of "quiesce" */
         second = (ra_transport_op *)out->scratch[CH_NEXT];
         if (w->wrong == CH_ORDER && second && second->len == out->len) out = second;
         if (ch_lose(w, sends, out)) continue;
@@ -288,6 +290,7 @@ static void ch_accept(ch_seat *s, ra_transport_op *op) {
     if (op->kind == RA_MSG_RECV && op->len == 500009) s->last = (uint8_t *)op->buf;
     ch_append(ch_queue_of(s, op), op);
     s->late = op;
+    s->first = *(uint8_t *)op->buf;
     s->pending++;
     op->state = RA_MSG_PENDING;
     if (w->wrong == CH_REUSE && op->kind == RA_MSG_SEND) {
@@ -644,9 +647,9 @@ static void ch_leave(void *world, int ring, int rank, int why) {
     ch_world *w = (ch_world *)world;
     ch_seat *s = &w->seat[ring][rank];
     if (w->wrong == CH_UNSAFE && s->quiesces && s->late) {
-        volatile uint8_t *byte = (volatile uint8_t *)s->late->buf;
-        uint8_t value = *byte;
-        if (s->late->kind == RA_MSG_RECV) *byte = value ^ 1;
+        uint8_t *byte = (uint8_t *)s->late->buf;
+        if (s->late->kind == RA_MSG_RECV) *byte ^= 1;
+        else if (*byte != s->first && s->late->state != RA_MSG_DONE) abort();
         s->late->done = 0;
     }
     if (why) cf_store(&w->aborted[ring], 1);
@@ -744,7 +747,6 @@ TEST(unsafe_on_one_rank) {
     char line[600];
     int noted = 0;
     m.most_ranks = 3;
-    m.patience_ms = CH_PATIENCE_MS;
     CHECK_EQ(cf_judge(&m, NULL, 0, report).failed, 0);
     rewind(report);
     while (fgets(line, sizeof line, report)) {
