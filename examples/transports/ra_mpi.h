@@ -36,7 +36,9 @@
  * within milliseconds, when all ranks have exchanged the numbers of messages that they sent and
  * each has received them. If a peer does not take part, quiesce gives up after `patience_ns`. If a
  * send of this rank is still pending then, which MPI cannot cancel, it returns RA_E_UNSAFE, and the
- * library leaks the buffers. MPI does not report dead peers: mpirun ends the job, or deadlines end
+ * library leaks the buffers. On a busy machine this happens to some of the ranks while others get
+ * RA_OK. So no rank may skip a collective call of MPI because of its own result: the others would
+ * wait for it there for ever. MPI does not report dead peers: mpirun ends the job, or deadlines end
  * the wait. After a failure among live ranks open a new context and go on.
  *
  * Level 0 is at the end: ten lines without all of this, which block if a peer fails.
