@@ -38,8 +38,10 @@
  * send of this rank is still pending then, which MPI cannot cancel, it returns RA_E_UNSAFE, and the
  * library leaks the buffers. On a busy machine this happens to some of the ranks while others get
  * RA_OK. So no rank may skip a collective call of MPI because of its own result: the others would
- * wait for it there for ever. MPI does not report dead peers: mpirun ends the job, or deadlines end
- * the wait. After a failure among live ranks open a new context and go on.
+ * wait for it there for ever. And soon after a failure call ra_mpi_close: if a peer was busy, the
+ * goodbye may still be in this process, and most MPIs send only during calls. MPI does not report
+ * dead peers: mpirun ends the job, or deadlines end the wait. After a failure among live ranks open
+ * a new context and go on.
  *
  * Level 0 is at the end: ten lines without all of this, which block if a peer fails.
  *

@@ -1772,8 +1772,10 @@ static inline void *cf_watch_main(void *arg) {
     cf_result res;
     while (!cf_load(&w->ended) && ra_now_ns() < until) cf_sleep_us(1000);
     if (cf_load(&w->ended)) return NULL;
-    res = cf_result_of(job->shared);
-    if (res.rule >= 0) cf_fail(w->to, job->test, job->ranks, job->variant, &res);
+    if (cf_load(&job->shared->over)) {
+        res = cf_result_of(job->shared);
+        cf_fail(w->to, job->test, job->ranks, job->variant, &res);
+    }
     res.rule = job->test->hangs;
     cf_stuck(job, limit, res.text, sizeof res.text);
     cf_fail(w->to, job->test, job->ranks, job->variant, &res);
