@@ -221,7 +221,9 @@ static inline void problem_options(problem *p, h_rng *r, int options) {
     }
 }
 
-typedef struct wish { int mask, layout, ranks, options; double work; } wish;  /* -1: at random */
+/* What a random problem must have: M_*, L_*, number of ranks, score changes, at most this work. */
+enum { ANY = -1 };                     /* at random */
+typedef struct wish { int mask, layout, ranks, options; double work; } wish;
 
 static inline int64_t random_tokens(h_rng *r) {
     static const int64_t from[10] = { 1, 5, 62, 32, 64, 126, 130, 130, 250, 380 };

@@ -146,7 +146,7 @@ static void as_the_oracle(const problem *p, const setup *s) {
 
 /* Any shape, mask, layout, dtypes, transport, call. */
 TEST(layouts) {
-    wish w = { -1, 0, -1, -1, 3e5 };
+    wish w = { ANY, L_CONTIGUOUS, ANY, ANY, 3e5 };
     int64_t n = h_run.large ? 3000 : 160;
     for (int64_t i = 0; i < n; i++) {
         h_rng r = h_case_rng(i);
@@ -172,7 +172,7 @@ TEST(layouts) {
 
 /* Chunks of many short runs, of keys and of queries. The length of messages changes no bit. */
 TEST(many_short_runs) {
-    wish w = { -1, L_RUNS, -1, -1, 3e5 };
+    wish w = { ANY, L_RUNS, ANY, ANY, 3e5 };
     int64_t n = h_run.large ? 2000 : 60;
     for (int64_t i = 0; i < n; i++) {
         h_rng r = h_case_rng(i);

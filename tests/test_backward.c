@@ -254,7 +254,7 @@ static void random_case(int64_t i, const wish *w, int32_t dtypes) {
 
 TEST(masks_and_layouts) {
     static const int layouts[4] = { L_CONTIGUOUS, L_ZIGZAG, L_RUNS, L_ARRAY };
-    wish w = { 0, 0, 1, -1, 2e6 };
+    wish w = { M_NONE, L_CONTIGUOUS, 1, ANY, 2e6 };
     int64_t n = h_run.large ? 40 : 2;
     for (int64_t i = 0; i < n * MASKS * 4; i++) {
         int64_t left = i;
@@ -267,7 +267,7 @@ TEST(masks_and_layouts) {
 }
 
 TEST(everything_at_random) {
-    wish w = { -1, -1, 1, -1, 3e6 };
+    wish w = { ANY, ANY, 1, ANY, 3e6 };
     int64_t n = h_run.large ? 10000 : 200;
     for (int64_t i = 0; i < n; i++) {
         w.layout = (int)(i % 5);

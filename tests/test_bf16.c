@@ -41,7 +41,7 @@ static void random_case(problem *p, setup *s, h_rng *r, wish *w, int64_t i) {
 
 /* Every mask, score change and layout, tails, odd and unequal dims, NaN in what nobody sees. */
 TEST(masks_and_layouts) {
-    wish w = { 0, 0, 0, -1, 2e6 };
+    wish w = { M_NONE, L_CONTIGUOUS, ANY, ANY, 2e6 };
     int64_t n = h_run.large ? 20 : 1;
     if (machine_lacks()) return;
     for (int64_t i = 0; i < n * MASKS * LAYOUTS; i++) {
@@ -92,7 +92,7 @@ TEST(one_nan) {
  * of Q, K, V or dO has a NaN, which must appear where the oracle has it and nowhere else. dO holds
  * bf16 numbers, whatever its dtype: test_backward tests how dO itself is rounded. */
 TEST(gradients) {
-    wish w = { 0, 0, 0, -1, 3e5 };
+    wish w = { M_NONE, L_CONTIGUOUS, ANY, ANY, 3e5 };
     int64_t k, n = h_run.large ? 20 : 2;
     if (machine_lacks()) return;
     for (int64_t i = 0; i < n * MASKS * LAYOUTS; i++) {
@@ -123,7 +123,7 @@ TEST(huge_bias) {
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
-        wish w = { M_CAUSAL, L_CONTIGUOUS, 0, 0, 1e5 };
+        wish w = { M_CAUSAL, L_CONTIGUOUS, ANY, 0, 1e5 };
         if (!h_case(i)) continue;
         random_problem(&p, &r, &w);
         p.scores = RA_SCORE_BIAS | (i % 3 ? 0 : RA_SCORE_SINKS);

@@ -34,7 +34,7 @@ static void random_case(int64_t i, const wish *w, int32_t dtypes) {
 }
 
 TEST(masks_and_layouts) {
-    wish w = { 0, 0, 0, -1, 4e6 };
+    wish w = { M_NONE, L_CONTIGUOUS, ANY, ANY, 4e6 };
     int64_t n = h_run.large ? 40 : 2;
     for (int64_t i = 0; i < n * MASKS * LAYOUTS; i++) {
         int64_t left = i;
@@ -46,14 +46,14 @@ TEST(masks_and_layouts) {
 }
 
 TEST(dtypes) {
-    wish w = { -1, -1, 0, 0, 3e6 };
+    wish w = { ANY, ANY, ANY, 0, 3e6 };
     int64_t n = h_run.large ? 40 : 1;
     for (int64_t i = 0; i < 81 * n; i++) random_case(i, &w, (int32_t)(i % 81));
 }
 
 /* Each score change alone, then every two of them, over each layout. */
 TEST(score_changes) {
-    wish w = { -1, 0, 0, 0, 3e6 };
+    wish w = { ANY, L_CONTIGUOUS, ANY, 0, 3e6 };
     int64_t i = 0, n = h_run.large ? 20 : 1;
     for (int64_t turn = 0; turn < n; turn++) {
         for (w.layout = 0; w.layout < LAYOUTS; w.layout++) {
@@ -66,7 +66,7 @@ TEST(score_changes) {
 }
 
 TEST(everything_at_random) {
-    wish w = { -1, -1, 0, -1, 6e6 };
+    wish w = { ANY, ANY, ANY, ANY, 6e6 };
     int64_t n = h_run.large ? 20000 : 300;
     for (int64_t i = 0; i < n; i++) random_case(i, &w, -1);
     printf("largest error of f32 O on unit-normal data so far: %.3g\n", largest_plain);
@@ -386,7 +386,7 @@ TEST(one_nan) {
 
 /* Every key that no query sees holds NaN or infinity. So do empty cells and gaps, in every test. */
 TEST(nan_in_everything_unseen) {
-    wish w = { 0, -1, 0, -1, 4e5 };
+    wish w = { M_NONE, ANY, ANY, ANY, 4e5 };
     int64_t q, hidden = 0;
     for (int64_t i = 0; i < 6 * MASKS; i++) {
         problem p;
@@ -428,7 +428,7 @@ TEST(bias_of_minus_infinity) {
     ra_tensors t = { 0 };
     void *work;
     problem p;
-    truth want_;
+    truth exact;
     problem_shape(&p, T, 1, 1, 8, 8);
     problem_data(&p, &r);
     for (int64_t i = 0; i < T; i++) {          /* the whole first block and 2 of 3 after it */
@@ -445,11 +445,11 @@ TEST(bias_of_minus_infinity) {
     work = malloc(ra_attention_bytes(&d, 1) + 64);
     CHECK_EQ(ra_attention(&d, &t, (uint8_t *)work + (64 - (uintptr_t)work % 64) % 64,
                           ra_attention_bytes(&d, 1), 0, 1), RA_OK);
-    want_ = oracle(&p);
-    CHECK_CLOSE(o, want_.o, T * 8, 2e-6, 0);
-    CHECK_CLOSE(lse, want_.lse, T, 4e-6, 4e-6);
+    exact = oracle(&p);
+    CHECK_CLOSE(o, exact.o, T * 8, 2e-6, 0);
+    CHECK_CLOSE(lse, exact.lse, T, 4e-6, 4e-6);
     free(work);
-    truth_free(&want_);
+    truth_free(&exact);
     problem_free(&p);
 }
 
@@ -485,9 +485,9 @@ TEST(one_key_gives_its_value) {
         got = world_run(&p, &s);
         if (outcome_whole(&got)) {
             for (int64_t j = 0; j < 65536; j++) {
-                float want_ = dtype_round(p.v[j], o);
+                float exact = dtype_round(p.v[j], o);
                 int tiny = fabs((double)p.v[j]) < 1.17549435e-38;
-                if (got.o[j] == want_ || (tiny && got.o[j] == 0)) continue;
+                if (got.o[j] == exact || (tiny && got.o[j] == 0)) continue;
                 wrong++;
                 if (first < 0) first = j;
             }
@@ -506,7 +506,7 @@ TEST(positions_near_the_limit) {
     static const int masks[4] = { M_CAUSAL, M_WINDOW, M_BOTH, M_NONE };
     int64_t k;
     for (int64_t i = 0; i < 24; i++) {
-        wish w = { 0, 0, 0, 0, 3e5 };
+        wish w = { M_NONE, L_CONTIGUOUS, ANY, 0, 3e5 };
         problem p;
         setup s;
         h_rng r = h_case_rng(i);
@@ -634,7 +634,7 @@ static void fold_piece(const problem *p, const ra_desc *whole, const ra_state *s
 static void check_finish(const problem *p, const ra_desc *d, const ra_state *s) {
     outcome r = { 0 };
     ra_tensors t = { 0 };
-    truth want_ = oracle(p);
+    truth exact = oracle(p);
     verdict w;
     int64_t rows = p->B * p->q_max * p->Hq;
     r.o = floats(rows * p->Dv);
@@ -645,10 +645,10 @@ static void check_finish(const problem *p, const ra_desc *d, const ra_state *s) 
     t.alibi = p->scores & RA_SCORE_ALIBI ? p->alibi : NULL;
     CHECK_EQ(ra_state_finish(d, s, &t), RA_OK);
     r.rough = rounds_weights(d);
-    w = outcome_judge(&r, p, &want_);
+    w = outcome_judge(&r, p, &exact);
     CHECK(w.o_ratio <= 1);
     CHECK(w.lse_ratio <= 1);
-    truth_free(&want_);
+    truth_free(&exact);
     outcome_free(&r);
 }
 
@@ -783,7 +783,7 @@ TEST(merge_corners) {
 /* -------------------------------------------------------------------------- L1 */
 /* The bits are the same for every nth and order of threads. A byte less of workspace is refused. */
 TEST(attention_threads) {
-    wish w = { -1, 0, 1, -1, 2e6 };
+    wish w = { ANY, L_CONTIGUOUS, 1, ANY, 2e6 };
     int64_t n = 40;
     for (int64_t i = 0; i < n; i++) {
         problem p;
@@ -858,7 +858,7 @@ static void random_q8_0(problem *p, h_rng *r) {
 
 /* Every layout, transport and kind of call, with K and V in q8_0, also with V a part of K. */
 TEST(q8_0_everywhere) {
-    wish w = { -1, 0, 0, -1, 2e6 };
+    wish w = { ANY, L_CONTIGUOUS, ANY, ANY, 2e6 };
     for (int64_t i = 0; i < (h_run.large ? 1000 : 40); i++) {
         h_rng r = h_case_rng(i);
         problem p;
@@ -1118,7 +1118,7 @@ TEST(decoding) {
 
 /* One rank, with positions that come with the call, as runs or as cells. */
 TEST(attention_at_positions) {
-    wish w = { -1, 0, 1, -1, 1.5e6 };
+    wish w = { ANY, L_CONTIGUOUS, 1, ANY, 1.5e6 };
     int64_t n = h_run.large ? 2000 : 80;
     for (int64_t i = 0; i < n; i++) {
         problem p;
@@ -1589,7 +1589,7 @@ TEST(bias_in_16_bits) {
 
 /* Chunks and tasks of many short runs, over rings and on one rank. */
 TEST(many_short_runs) {
-    wish w = { -1, L_RUNS, 1, -1, 1.5e6 };
+    wish w = { ANY, L_RUNS, 1, ANY, 1.5e6 };
     int64_t n = h_run.large ? 2000 : 80;
     for (int64_t i = 0; i < n; i++) {
         problem p;
@@ -1733,7 +1733,7 @@ static ra_status two_plans_rank(ra_world *library_world, int rank, void *user) {
 TEST(a_ring_serves_several_plans) {
     static two_plans y;
     for (int64_t i = 0; i < 12; i++) {
-        wish w = { -1, -1, 4, -1, 3e5 };
+        wish w = { ANY, ANY, 4, ANY, 3e5 };
         h_rng r = h_case_rng(i);
         problem p[2];
         setup s[2];

@@ -261,7 +261,7 @@ TEST(tiles_by_brute_force) {
 /* (query, key) pairs of RUNS with absent keys, and of sequences of different lengths. */
 TEST(pairs_by_brute_force) {
     static world w;
-    wish want_ = { -1, 0, 0, 0, 2e5 };
+    wish wanted = { ANY, L_CONTIGUOUS, ANY, 0, 2e5 };
     for (int64_t index = 0; index < 60; index++) {
         static const int layouts[4] = { L_RUNS, L_CONTIGUOUS_W, L_ZIGZAG_W, L_STRIPED };
         h_rng r = h_case_rng(index);
@@ -269,9 +269,9 @@ TEST(pairs_by_brute_force) {
         setup s;
         ra_plan *plan = NULL;
         if (!h_case(index)) continue;
-        want_.layout = layouts[index % 4];
-        random_problem(&p, &r, &want_);
-        random_setup(&s, &p, &r, &want_);
+        wanted.layout = layouts[index % 4];
+        random_problem(&p, &r, &wanted);
+        random_setup(&s, &p, &r, &wanted);
         problem_data(&p, &r);
         describe_case(&p, &s);
         if (CHECK_EQ(world_open(&w, &p, &s), RA_OK) &&
@@ -318,7 +318,7 @@ static void check_counters(const setup *s, const outcome *o) {
 /* A run counts what the plan reports, in a workspace exactly as small as it reports. The plans of
  * all ranks report the same about every rank. */
 TEST(counters_of_random_runs) {
-    wish w = { -1, -1, 0, -1, 3e5 };
+    wish w = { ANY, ANY, ANY, ANY, 3e5 };
     int64_t n = h_run.large ? 5000 : 150;
     for (int64_t i = 0; i < n; i++) {
         h_rng r = h_case_rng(i);
@@ -906,7 +906,7 @@ TEST(prediction_of_imbalance) {
 /* Exactly the workspace that the plan reports is enough, and a byte less is not, aligned to 64; for
  * copying and for shared transports. */
 TEST(workspace_to_the_byte) {
-    wish w = { -1, -1, 0, -1, 2e5 };
+    wish w = { ANY, ANY, ANY, ANY, 2e5 };
     for (int64_t i = 0; i < 60; i++) {
         h_rng r = h_case_rng(i);
         problem p;
