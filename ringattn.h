@@ -8624,6 +8624,7 @@ RA__ISA_INLINE void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
  * Finds out which kernels this processor can run, once, and keeps the answer in an atomic word, the
  * only mutable global. A feature counts only if the operating system saves its registers (XCR0).
  * Sets the floating-point mode of the kernels. */
+
 /* More bits of ra__isa_found. */
 enum {
     RA__BF16_FAST = 1 << 30,           /* see ra__isa_bf16_fast */

@@ -846,8 +846,6 @@ TEST(attention_workspace) {
     CHECK_EQ(ra_attention_bytes(&d, 1), 0);
 }
 
-/* Decoding: 1 to 4 queries, which take the decoding form, or 5, which do not, after many keys of
- * any dtypes. Every key that no row sees has a NaN, and sometimes one that is seen. */
 /* Gives K or V or both of some problems in q8_0. */
 static void random_q8_0(problem *p, h_rng *r) {
     int which = (int)h_range(r, 0, 8);
@@ -1080,6 +1078,8 @@ TEST(convert) {
     CHECK_EQ(ra_convert(NULL, RA_F16, NULL, RA_F32, 0), RA_OK);
 }
 
+/* 1 to 5 queries, in a quarter of the cases up to 40, after many keys of any dtypes: most calls take
+ * the decoding form. Every key that no row sees has a NaN, and sometimes one that is seen. */
 TEST(decoding) {
     int64_t i = h_run.other ? 63 : 0, q, n = h_run.large ? 2000 : i + 63;
     for (; i < n; i++) {
