@@ -8118,6 +8118,7 @@ RA__AMX_INLINE void ra__amx_load_a(ra__amx_state *amx, int32_t i, const uint8_t 
     else ra__tile_stream(amx, i, a, stride);
 }
 
+/* Adds the products of a quad to its sums, with pieces in between. */
 RA__AMX_INLINE void ra__amx_multiply(ra__amx_state *amx, const ra__amx_quad *quad,
                                      const int32_t form) {
     const int64_t stride = quad->a_stride;
@@ -11146,6 +11147,7 @@ RA__INLINE float ra__q_factor(const ra_desc *d) {
     return d->softcap > 0 ? d->scale : (float)((double)d->scale * 1.4426950408889634074);
 }
 
+/* What changes the scores of a head in the rows from `row` on. */
 static ra__score ra__score_of(const ra__work *w, int32_t b, int64_t row, int32_t head) {
     const ra_bias *bias = &w->t->bias;
     ra__score s;
@@ -14512,6 +14514,8 @@ typedef struct ra__needs {
     ra__views views;
 } ra__needs;
 
+/* Marks what the current viewers need: chunks of keys or, where there are spans, which ranks' keys
+ * the rows of chunks of queries see. Ends the views. */
 static void ra__needs_mark(ra__needs *x) {
     const ra__travel *keys = &x->p->keys;
     uint64_t row[64] = { 0 };
@@ -16309,6 +16313,7 @@ static ra__walk ra__walk_start(const ra_plan *p, int32_t b, const ra__bounds *bo
     return w;
 }
 
+/* Makes the next step of a walk; 0: there is none. */
 static int ra__walk_next(ra__walk *w) {
     w->from = w->next;
     w->to = w->end;
@@ -16386,6 +16391,7 @@ static int64_t ra__keys_held(const ra_plan *p, int32_t b, int64_t lo, int64_t hi
     return lo < hi ? ra__keys_below(p, b, hi) - ra__keys_below(p, b, lo) : 0;
 }
 
+/* The (query, key) pairs of one head that see each other: queries of this rank, keys of all. */
 static int64_t ra__report_pairs(const ra_plan *p, int32_t rank, int32_t b) {
     ra__side side = ra__plan_side(p, 0, rank);
     int64_t end = ra__k_len(&p->d, b), n = 0;
@@ -17284,6 +17290,7 @@ static void ra__shm_move(ra_transport_op *op, ra_transport_op *other) {
     ra__shm_notify(owner, 1);
 }
 
+/* Matches an op with the first one that waits for it and moves the message; otherwise queues it. */
 static void ra__shm_post_one(ra__shm_seat *seat, ra_transport_op *op) {
     if (op->channel >= RA__SHM_CHANNELS || op->peer < 0 || op->peer >= seat->world->ranks) {
         ra__shm_close(op, RA_E_IO);
@@ -17697,6 +17704,8 @@ static int64_t ra__ring_left(const ra_ring *r, int64_t deadline_ns, int64_t most
 /* The deadline for a callback when this much time is left. */
 static int64_t ra__ring_until(int64_t left_ns) { return ra__add_sat(ra_now_ns(), left_ns); }
 
+/* Remembers an event. Consecutive waits become one. A slot that another thread is writing is left
+ * alone, and the event is lost. */
 static void ra__journal_put(ra__journal *log, const ra_event *e) {
     enum { END = offsetof(ra_event, end_ns) / 8 };
     int64_t word[RA__EVENT_WORDS], last = ra__load_i64(&log->next), i, before;
@@ -17799,6 +17808,7 @@ static void ra__failure_silence(const ra_ring *r, const ra_failure *f, ra__text 
 
 enum { RA__QUOTED = 160 };             /* bytes of a transport's own text */
 
+/* Writes the sentence of a failure: who, in which pass, why, and which message was awaited. */
 static void ra__failure_text(const ra_ring *r, ra_failure *f, const ra__blame *of) {
     ra__text x = { f->text, sizeof f->text, 0 };
     const char *why = NULL;
@@ -22314,7 +22324,7 @@ static int32_t ra__cache_travel(const ra_cache *c) {
 /* One side of a swap: len 0: nothing moves there. */
 typedef struct ra__swap_message { uint8_t *buf; int64_t len; int32_t after; } ra__swap_message;
 
-/* Adds a swap: `out` goes to the rank `ahead` ranks on, `in` comes from the one as many before. */
+/* Adds a swap: `out` goes to the rank `ahead` ranks on, `in` comes from the rank `ahead` before. */
 static void ra__swap_add(ra_cache *c, int32_t kind, int32_t ahead, const ra__swap_message *out,
                          const ra__swap_message *in) {
     ra__swap *x = &c->swap[c->swaps++];
@@ -22619,6 +22629,7 @@ static void ra__cache_agree_call(ra_cache *c) {
     c->hash = ra__hash(c->hash, &a, sizeof a);
 }
 
+/* Checks a call, and plans it: what travels, portions, swaps. Sends nothing. */
 static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                  const int64_t *fresh, int64_t deadline_ns) {
     const ra_desc *d = &c->d;
@@ -22712,6 +22723,7 @@ static int32_t ra__cache_awaits(const ra_cache *c) {
     return RA_NO_PEER;
 }
 
+/* Checks whether the call has failed or was cancelled, its deadline and the watchdog. */
 static ra_status ra__cache_alarm(ra_cache *c) {
     const int64_t now = ra_now_ns(), looked = ra__load_i64(&c->looked_ns);
     ra__store_i64(&c->looked_ns, now);
@@ -22805,6 +22817,7 @@ static void ra__cache_pack_lane(const ra_cache *c, uint8_t *to, ra__view v, int3
     }
 }
 
+/* Packs the message with this rank's keys: K of all sequences and lanes, then V. */
 static void ra__cache_pack_keys(ra_cache *c) {
     const ra_desc *d = &c->d;
     const int64_t k = ra__row_bytes(d->k_dtype, d->k_dim), v = ra__row_bytes(d->v_dtype, d->v_dim);
@@ -23618,6 +23631,7 @@ static ra_status ra__row_write(const ra_cache *c, int32_t b, int64_t i, int32_t 
     return s;
 }
 
+/* A portion of a last stage: merges head rows, or writes rows of this rank to the caller's o. */
 static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
     const ra__subtree all = { 0, c->lanes };
     const int64_t first = y->x.n * c->write_rows, heads = c->d.q_heads;

@@ -1078,8 +1078,8 @@ TEST(convert) {
     CHECK_EQ(ra_convert(NULL, RA_F16, NULL, RA_F32, 0), RA_OK);
 }
 
-/* 1 to 5 queries, in a quarter of the cases up to 40, after many keys of any dtypes: most calls take
- * the decoding form. Every key that no row sees has a NaN, and sometimes one that is seen. */
+/* 1 to 5 queries, in a quarter of the cases up to 40, after many keys of any dtypes: most calls
+ * take the decoding form. Every key that no row sees has a NaN, and sometimes one that is seen. */
 TEST(decoding) {
     int64_t i = h_run.other ? 63 : 0, q, n = h_run.large ? 2000 : i + 63;
     for (; i < n; i++) {
