@@ -183,14 +183,19 @@ static int arguments(program *p, int argc, char **argv) {
 static const void *map(const char *path, size_t *bytes) {
     struct stat about;
     void *data = MAP_FAILED;
+    const char *why = NULL;
     const int fd = open(path, O_RDONLY);
-    if (fd >= 0 && !fstat(fd, &about) && about.st_size > 0 && S_ISREG(about.st_mode)) {
+    if (fd < 0 || fstat(fd, &about)) why = strerror(errno);
+    else if (!S_ISREG(about.st_mode)) why = "is no regular file";
+    else if (about.st_size == 0) why = "is empty";
+    if (!why) {
         *bytes = (size_t)about.st_size;
         data = mmap(NULL, *bytes, PROT_READ, MAP_PRIVATE, fd, 0);
+        if (data == MAP_FAILED) why = strerror(errno);
     }
     if (fd >= 0) close(fd);
-    if (data != MAP_FAILED) return data;
-    (void)refuse(path, "cannot be opened and mapped, or is empty");
+    if (!why) return data;
+    (void)refuse(path, why);
     return NULL;
 }
 

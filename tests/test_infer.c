@@ -696,6 +696,12 @@ TEST(options) {
     CHECK(!infer_run(&x.m, &o, prompt, PROMPT, &b));
     CHECK(strstr(b.why, "q8_0") != NULL);
     infer_free(&b);
+    o.cache_dtype = 0;
+    o.chunk = 4;
+    o.speculate = 5;
+    CHECK(!infer_run(&x.m, &o, prompt, PROMPT, &b));
+    CHECK(strstr(b.why, "5 tokens to verify per call, but chunks of 4") != NULL);
+    infer_free(&b);
     infer_free(&a);
     close_shape(&x);
 }

@@ -613,6 +613,9 @@ static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t 
         return gguf_refuse(why, "%lld tokens to generate, chunks of %lld and a context of %lld are "
                            "not possible", (long long)o->predict, (long long)o->chunk,
                            (long long)o->context);
+    if (o->speculate > o->chunk)
+        return gguf_refuse(why, "%ld tokens to verify per call, but chunks of %lld: a call has no "
+                           "more than a chunk", (long)o->speculate, (long long)o->chunk);
     if (!o->context)
         o->context = count + o->predict <= m->context ? count + o->predict : m->context;
     if (o->context > m->context || count > o->context)
