@@ -1682,10 +1682,12 @@ static inline void cf_child(const cf_job *job) {
     exit(0);
 }
 
-/* Which test it is that does not end, and where its ranks are. */
+/* Where the ranks of a test are that does not end, and the processes that have no part in it. */
 static inline void cf_stuck(const cf_job *job, int64_t limit_ms, char *text, size_t size) {
+    const cf_outside *o = job->maker->outside;
     int n = snprintf(text, size, "the test does not end in %lld ms", (long long)limit_ms);
-    for (int i = 0; i < job->ranks && (size_t)n < size; i++)
+    int all = o ? o->ranks : job->ranks;
+    for (int i = 0; i < all && i < CF_MOST_RANKS && (size_t)n < size; i++)
         n += snprintf(text + n, size - (size_t)n, "%s rank %d %s", i ? "," : ":", i,
                       cf_place_text[cf_load(&job->shared->place[i])]);
 }
