@@ -6028,6 +6028,8 @@ RA__BF_INLINE void ra__bf_score_tile(const ra__bf_strip *strip, int32_t j, int32
     if (strip->modified && now) ra__bf_modify_sums(strip, j, c);
     ra__bf_store_sums(s, c, ni, nt);
     if (strip->modified && !now) ra__bf_modify_tile(strip, j, ni);
+    /* PERF: whole tiles call no function. D 16, 8 heads, 1024 tokens: 2.26 -> 2.17 ms. */
+    for (; nt == 4 && n < pieces; n++) ra__bf_piece(strip, j - ni + n / nt * 2, n % nt, 0);
     if (n < pieces) ra__bf_last_pieces(strip, j - ni, n, pieces);
 }
 
@@ -6990,13 +6992,6 @@ RA__BF_INLINE void ra__bf_back_piece(const ra__bf_back *back, int32_t j, int32_t
     else ra__bf_back_p(back, j + n / 2, n % 2 * 2, masked);
 }
 
-/* Pieces [n, pieces), with no products beside them. */
-RA__NOINLINE RA__BF_TARGET void ra__bf_back_last_pieces(const ra__bf_back *back, int32_t j,
-                                                        int32_t n, int32_t pieces, int32_t of_ds) {
-    const int32_t masked = back->job->partial || back->job->keys->n % 4;
-    for (; n < pieces; n++) ra__bf_back_piece(back, j, n, of_ds, masked);
-}
-
 /* Adds the products of 4 keys from j on to c and stores them in job->p (S) or job->ds (dP). Between
  * them run pieces: dS of the tile before during S, P of this tile during dP. */
 RA__BF_INLINE void ra__bf_back_dots(const ra__bf_back *back, const ra__bf_strip *strip, int32_t j,
@@ -7012,7 +7007,7 @@ RA__BF_INLINE void ra__bf_back_dots(const ra__bf_back *back, const ra__bf_strip 
         ra__bf_back_piece(back, tile, n, of_ds, masked);
     }
     ra__bf_dots_from(strip, k, d, c, 4, 4);
-    if (n < pieces) ra__bf_back_last_pieces(back, tile, n, pieces, of_ds);
+    for (; n < pieces; n++) ra__bf_back_piece(back, tile, n, of_ds, masked);
     ra__bf_store_sums(to, c, 4, 4);
 }
 
@@ -7032,7 +7027,7 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_back_plain(const ra__bf_back *back) {
         ra__bf_back_dots(back, &back->dp, j, c, 0, masked);
         ra__prefetch_some(panel->prefetch);
     }
-    ra__bf_back_last_pieces(back, j - 4, 0, 4, 1);
+    for (int32_t n = 0; n < 4; n++) ra__bf_back_piece(back, j - 4, n, 1, masked);
 }
 
 /* Dot products as f32 [keys][64 rows]. */
