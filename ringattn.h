@@ -7096,36 +7096,33 @@ RA__BF_INLINE __mmask16 ra__bf_key_columns(const ra__bf_key_grad *grad, int32_t 
     return (__mmask16)ra__bf_first_lanes(grad->dim - d, 16);
 }
 
-/* Sums of key j, columns [d, d + 16); 0 where there are none. */
-RA__BF_INLINE __m512 ra__bf_load_key_sums(const ra__bf_key_grad *grad, int32_t d, int32_t j,
-                                          int32_t whole) {
-    const float *to = grad->to + j * grad->stride + d;
-    if (whole) return _mm512_loadu_ps(to);
-    if (j >= grad->jobs->keys->n) return _mm512_setzero_ps();
-    return _mm512_maskz_loadu_ps(ra__bf_key_columns(grad, d), to);
-}
-
-/* Adds to 4 keys from j on, 64 columns from d on. whole: all of them exist. */
+/* Adds to 4 keys from j on and 16 nt columns from d on. whole: all of them exist.
+ * PERF: of 32 columns or fewer, tiles of 64 -> 32 columns. Zen 5, backward, 8 heads, 1024 tokens,
+ * causal: D 32 6.0 -> 5.0, D 80 12.2 -> 11.1, D 96 13.3 -> 12.3 ms. */
 RA__BF_INLINE void ra__bf_key_grad_tile(const ra__bf_key_grad *grad, int32_t d, int32_t j,
-                                        const int32_t whole) {
+                                        const int32_t nt, const int32_t whole) {
+    const int32_t keys = grad->jobs->keys->n - j;
     float *to = grad->to + j * grad->stride + d;
+    __mmask16 lanes[4][4] = {{0}};
     __m512 c[4][4];
     RA__UNROLL for (int32_t i = 0; i < 4; i++) {
         ra__prefetch((uintptr_t)(to + (4 + i) * grad->stride), 256);
-        RA__UNROLL for (int32_t t = 0; t < 4; t++)
-            c[i][t] = ra__bf_load_key_sums(grad, d + 16 * t, j + i, whole);
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) {
+            const float *from = to + i * grad->stride + 16 * t;
+            if (!whole) lanes[i][t] = i < keys ? ra__bf_key_columns(grad, d + 16 * t) : 0;
+            c[i][t] = whole ? _mm512_loadu_ps(from) : _mm512_maskz_loadu_ps(lanes[i][t], from);
+        }
     }
     for (int32_t e = 0; e < grad->panels; e++) {
         const uint8_t *a = (const uint8_t *)(grad->a + e * RA__BF_SLOT + j * 64);
         ra__prefetch((uintptr_t)(a + 4 * 128), 512);
         ra__bf_products(c, a, 128, 4, grad->row_pairs[e] + d * 32,
-                        (grad->jobs[e].panel->fwd.rows + 1) / 2, 4, 4);
+                        (grad->jobs[e].panel->fwd.rows + 1) / 2, 4, nt);
     }
     RA__UNROLL for (int32_t i = 0; i < 4; i++, to += grad->stride)
-        RA__UNROLL for (int32_t t = 0; t < 4; t++) {
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) {
             if (whole) _mm512_storeu_ps(to + 16 * t, c[i][t]);
-            else if (j + i < grad->jobs->keys->n)
-                _mm512_mask_storeu_ps(to + 16 * t, ra__bf_key_columns(grad, d + 16 * t), c[i][t]);
+            else _mm512_mask_storeu_ps(to + 16 * t, lanes[i][t], c[i][t]);
         }
 }
 
@@ -7164,8 +7161,9 @@ RA__BF_STATIC void ra__bf_add_key_grad(void *amx, const ra__bf_key_grad *grad) {
     }
     for (int32_t d = 0; d < grad->dim; d += 64)
         for (int32_t j = 0; j < n; j += 4) {
-            if (grad->dim - d >= 64 && n - j >= 4) ra__bf_key_grad_tile(grad, d, j, 1);
-            else ra__bf_key_grad_tile(grad, d, j, 0);
+            if (grad->dim - d >= 64 && n - j >= 4) ra__bf_key_grad_tile(grad, d, j, 4, 1);
+            else if (grad->dim - d > 32) ra__bf_key_grad_tile(grad, d, j, 4, 0);
+            else ra__bf_key_grad_tile(grad, d, j, 2, 0);
         }
 }
 
