@@ -5381,10 +5381,13 @@ RA__ISA_INLINE int32_t ra__any_nonfinite_scalar(ra__v4f v) {
     ra__v4i e = ra__set_int_scalar(0x7f800000), b = (ra__v4i)(((ra__v4i)v & e) == e);
     return b[0] | b[1] | b[2] | b[3];
 }
+/* Four halves with zeros above them. PERF: gcc 12 converts vectors of halves two by two. Zen 5, 1
+ * and 4 tokens over 1024 keys, converted -> interleaved with zeros, here and in ra__of_bf16_scalar:
+ * f16 1.44 -> 1.27 and 5.8 -> 5.2 ms, bf16 0.78 -> 0.71 and 3.1 -> 2.8. */
 RA__ISA_INLINE ra__v4i ra__load_half_scalar(const uint8_t *p) {
-    ra__v4h h;
+    ra__v4h h, zero = {0};
     memcpy(&h, p, sizeof h);
-    return __builtin_convertvector(h, ra__v4i);
+    return (ra__v4i)__builtin_shufflevector(h, zero, 0, 4, 1, 5, 2, 6, 3, 7);
 }
 /* As ra__f32_of_f16, for four lanes: all branches are computed, and each lane selects one. */
 RA__ISA_INLINE ra__v4f ra__of_f16_scalar(const uint8_t *p) {
@@ -5401,7 +5404,9 @@ RA__ISA_INLINE ra__v4f ra__of_i8_scalar(const uint8_t *p) {
     return __builtin_convertvector(v, ra__v4f);
 }
 RA__ISA_INLINE ra__v4f ra__of_bf16_scalar(const uint8_t *p) {
-    return (ra__v4f)((ra__v4u)ra__load_half_scalar(p) << 16);
+    ra__v4h h, zero = {0};
+    memcpy(&h, p, sizeof h);
+    return (ra__v4f)__builtin_shufflevector(zero, h, 0, 4, 1, 5, 2, 6, 3, 7);
 }
 RA__ISA_INLINE void ra__to_f16_scalar(uint8_t *p, ra__v4f v) {
     uint16_t h[4];
