@@ -3033,6 +3033,8 @@ RA__ISA_STATIC void RA__NAME(read_row)(float *dst, const uint8_t *src, int32_t d
     for (; dtype == RA_Q8_0 && i < n; i += 32, src += 34) RA__NAME(read_q8_0)(dst + i, src);
     for (; dtype == RA_BF16 && n - i >= RA__WIDTH; i += RA__WIDTH)
         RA__NAME(store)(dst + i, RA__NAME(of_bf16)(src + (int64_t)i * size));
+    for (; dtype == RA_F16 && n - i >= RA__WIDTH; i += RA__WIDTH)
+        RA__NAME(store)(dst + i, RA__NAME(of_f16)(src + (int64_t)i * size));
     for (; n - i >= RA__WIDTH; i += RA__WIDTH)
         RA__NAME(store)(dst + i, RA__NAME(convert)(src + (int64_t)i * size, dtype));
     for (; i < n; i++) {
