@@ -4,6 +4,14 @@
  *   mpirun -n 4 mpi_ring [seeds]      mpirun -n 2 mpi_ring single (without threads of MPI)
  *
  * Every rank checks; rank 0 prints the closing line. */
+#define _POSIX_C_SOURCE 200809L
+#include <stdlib.h>
+
+/* Memory, which there is none of where a test says so. */
+static int no_memory;
+static void *some_memory(size_t n, size_t size) { return no_memory ? NULL : calloc(n, size); }
+#define calloc(n, size) some_memory(n, size)
+
 #include "examples/transports/ra_mpi.h"
 #include "examples/transports/ring_check.h"
 
@@ -286,6 +294,20 @@ static ra_transport_op op_of(int kind, int peer, void *buf, size_t len) {
     return op;
 }
 
+/* A rank without memory for its context: no other rank waits for it. */
+static void memory(void) {
+    ra_mpi *m = NULL;
+    ra_error why = { 0 };
+    g.test = "no_memory_on_one_rank";
+    no_memory = g.rank == 1;
+    CHECK(ra_mpi_open(&m, MPI_COMM_WORLD, 0, &why) == (no_memory ? RA_E_NOMEM : RA_E_PEER));
+    CHECK(!m && !strcmp(why.field, no_memory ? "memory" : "comm"));
+    no_memory = 0;
+    CHECK(ra_mpi_open(&m, MPI_COMM_WORLD, 0, NULL) == RA_OK);
+    CHECK(ra_mpi_close(m) == RA_OK);
+    end_test();
+}
+
 /* Messages longer or shorter than the receive: RA_E_TRUNC, and the job continues. */
 static void lengths(void) {
     ra_mpi *m = NULL;
@@ -372,6 +394,7 @@ int main(int argc, char **argv) {
     } else {
         numbers();
         sub_communicators();
+        memory();
         lengths();
         large_chunks();
         mismatch(0);

@@ -485,6 +485,7 @@ static void ra_mpi__fill(ra_mpi *m) {
 }
 
 static void ra_mpi__free(ra_mpi *m) {
+    if (!m) return;
     free(m->sent);
     free(m->due);
     free(m->got);
@@ -492,11 +493,26 @@ static void ra_mpi__free(ra_mpi *m) {
     free(m);
 }
 
+/* Null: there is no memory. */
+static ra_mpi *ra_mpi__alloc(int ranks) {
+    const size_t n = (size_t)ranks;
+    ra_mpi *m = (ra_mpi *)calloc(1, sizeof *m);
+    if (!m) return NULL;
+    m->ranks = ranks;
+    m->sent = (ra_mpi__counts *)calloc(n, sizeof *m->sent);
+    m->due = (ra_mpi__counts *)calloc(n, sizeof *m->due);
+    m->got = (ra_mpi__counts *)calloc(n, sizeof *m->got);
+    m->goodbyes = (MPI_Request *)calloc(n, sizeof *m->goodbyes);
+    if (m->sent && m->due && m->got && m->goodbyes) return m;
+    ra_mpi__free(m);
+    return NULL;
+}
+
 /* Collective over comm, which stays yours; no two threads at once here or in ra_mpi_close.
  * patience_ns: see Failure above; 0: 80 ms. error may be null. */
 RA_MPI_API ra_status ra_mpi_open(ra_mpi **out, MPI_Comm comm, int64_t patience_ns,
                                  ra_error *error) {
-    int there = 0, over = 0, level = 0;
+    int there = 0, over = 0, level = 0, ranks = 0, here, all = 0, broken;
     ra_mpi *m;
     if (!out) return RA_E_NULL;
     *out = NULL;
@@ -505,20 +521,19 @@ RA_MPI_API ra_status ra_mpi_open(ra_mpi **out, MPI_Comm comm, int64_t patience_n
     if (comm == MPI_COMM_NULL)
         return ra_mpi__refuse(error, RA_E_NULL, "comm", "is MPI_COMM_NULL");
     (void)MPI_Query_thread(&level);
-    m = (ra_mpi *)calloc(1, sizeof *m);
-    if (!m) return ra_mpi__refuse(error, RA_E_NOMEM, "memory", "malloc returned null");
+    (void)MPI_Comm_size(comm, &ranks);
+    m = ra_mpi__alloc(ranks);
+    here = m != NULL;
+    broken = MPI_Allreduce(&here, &all, 1, MPI_INT, MPI_MIN, comm);
+    if (broken || !all) {
+        ra_mpi__free(m);
+        return !here ? ra_mpi__refuse(error, RA_E_NOMEM, "memory", "malloc returned null")
+             : broken ? ra_mpi__refuse(error, RA_E_IO, "comm", "MPI_Allreduce failed")
+                      : ra_mpi__refuse(error, RA_E_PEER, "comm", "another rank has no memory");
+    }
     m->level = level;
     m->patience_ns = patience_ns > 0 ? patience_ns : (int64_t)RA_MPI__PATIENCE_MS * 1000000;
     (void)MPI_Comm_rank(comm, &m->rank);
-    (void)MPI_Comm_size(comm, &m->ranks);
-    m->sent = (ra_mpi__counts *)calloc((size_t)m->ranks, sizeof *m->sent);
-    m->due = (ra_mpi__counts *)calloc((size_t)m->ranks, sizeof *m->due);
-    m->got = (ra_mpi__counts *)calloc((size_t)m->ranks, sizeof *m->got);
-    m->goodbyes = (MPI_Request *)calloc((size_t)m->ranks, sizeof *m->goodbyes);
-    if (!m->sent || !m->due || !m->got || !m->goodbyes) {
-        ra_mpi__free(m);
-        return ra_mpi__refuse(error, RA_E_NOMEM, "memory", "malloc returned null");
-    }
     for (int r = 0; r < m->ranks; r++) m->goodbyes[r] = MPI_REQUEST_NULL;
     m->counting = m->draining = m->goodbye = MPI_REQUEST_NULL;
     if (MPI_Comm_dup(comm, &m->data) || MPI_Comm_dup(comm, &m->control)) {
