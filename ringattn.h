@@ -4,7 +4,7 @@
  * machine or on a sequence sharded across ranks (ring attention: Liu, Zaharia, Abbeel, arXiv
  * 2310.01889). The result is that of ordinary attention, not an approximation. With the usual
  * layouts and the default order it has the same bits for every number of ranks (over a sharded
- * cache, for every number of them for which ra_cache_desc.lanes is set to the same number).
+ * cache, if ra_cache_desc.lanes is set to the same number).
  *
  *   You want                                            Call
  *   f32, causal, one thread, twelve plain arguments     ra_attention_simple
@@ -164,15 +164,15 @@
  *   four      inside: up to 4 head rows of one KV head, which a decoding kernel takes together
  *   stretch   inside: keys that decoding reads for all heads of a task before the next ones
  *   series    inside: chunks that a task folds before it stores its sums
- *   portion   inside: of a stage of a CACHE call, what one thread at a time works on
+ *   portion   inside: the part of a stage of a CACHE call that one thread at a time works on
  *   queue     inside: messages of one kind and direction
  * and LSE is the natural log of the sum of exp of a row's scores.
  *
  * How a call runs
- *   ra_attention   checks the descriptor and tensors (ra__local_check), then runs one of two forms:
- *                  ra__decode_run (DECODE) for few head rows per KV head, with
- *                  RA_FORM_SAME for any number of them, otherwise
- *                  ra__local_run (LOCAL), which gives each thread its tasks. A task loads query
+ *   ra_attention   checks the descriptor and tensors (ra__local_check), then runs one of two forms.
+ *                  ra__decode_run (DECODE) takes calls with few head rows per KV head, and with
+ *                  RA_FORM_SAME with any number. ra__local_run (LOCAL) takes the others, and gives
+ *                  each thread its tasks. A task loads query
  *                  rows (ra__task_data), folds one block of keys after another with the kernels of
  *                  the instruction set (ra__task_some, FORWARD; KERNEL), divides and writes o.
  *   ra_forward     is ra_begin, then ra_step until done (RING). A step either moves messages, or
@@ -184,7 +184,7 @@
  *                  one rank, and the last one merges. A step works on a portion of a stage by the
  *                  tasks of LOCAL or DECODE.
  *
- * Contents. Each room uses only rooms above it.
+ * Contents. The file is divided into rooms. Each uses only those above it.
  *   API          types, descriptors, functions, the transport's contract; ends with a stop sign
  *   PLATFORM     compiler, system and processor; strict floating point
  *   TYPES        query blocks, blocks of keys, and the table of functions of an instruction set
@@ -238,8 +238,8 @@
  *            Forward these are `buffers` + 2 messages. A backward message carries a chunk and its
  *            f32 gradients. There the buffers are `buffers` + 2 messages and 4 chunks of gradients,
  *            or with RA_CAP_SHARED ranks + 3 chunks of gradients. (With RA_TRAVEL_Q these too are
- *            whole messages.) Where messages are copied and chunks are the default ones, buffers
- *            take less memory than K and V (RA_TRAVEL_Q: Q and O) of a shard of 32K tokens or more.
+ *            whole messages.) If messages are copied and chunk_tokens is 0, a shard of 32K tokens
+ *            or more needs less for buffers than for K and V (RA_TRAVEL_Q: than for Q and O).
  *            Shorter shards have buffers for up to 8192 keys, and causal rings of 2 or 3 ranks for
  *            up to half of a shard, because only what fits into buffers can travel beside
  *            computing.
@@ -250,15 +250,15 @@
  *            callback of yours that ignores its deadline.
  *   Numbers  Scores, softmax and sums are f32 with two-level summation. For any number of ranks an
  *            element of an f32 o is within 2^-23 (1 + scale |q| |k| + sqrt(keys) / 8) max |V| of
- *            double precision. |q| and |k| are Euclidean norms; keys, the largest |k| and max |V|
- *            are those that the row sees. What ALiBi and bias add to a score counts like
- *            scale |q| |k|. On unit-normal data of up to 128 dims every row measured was within
- *            3e-6, and all but 1 in 100,000 within 2e-6. Gradients are summed in the same way.
+ *            double precision. |q| and |k| are Euclidean norms. keys is how many keys the row
+ *            sees; |k| and |V| are the largest of them. What ALiBi and bias add to a score counts
+ *            like scale |q| |k|. On unit-normal data of up to 128 dims every row measured was
+ *            within 3e-6, and all but 1 in 100,000 within 2e-6. Gradients are summed likewise.
  *            With bf16 arithmetic (see RA_ISA_*) the softmax weights are rounded to bf16, in the
  *            numerator and in the denominator; the backward pass also rounds dO and the score
  *            gradients. With integer arithmetic (decoding q8_0, see RA_ISA_*) q is off by at most
  *            2^-16 of its row's largest magnitude, and a weight times the scale of a block of V by
- *            2^-16 of the largest of 16 keys; elements of the cache are off by up to 2^-8.
+ *            2^-16 of the largest of 16 keys. (q8_0 itself is off by 2^-8 of a block's largest.)
  *   Bits     The bits of a result do not depend on threads, chunks, timing or transport. If shards
  *            are cut at multiples of 64 tokens (contiguous and zigzag) they do not depend on the
  *            number of ranks either: layout.kind selects the order of sums, so set it on one rank
@@ -337,8 +337,8 @@ extern "C" {
 /* -------------------------------------------------------------------------- status
  * 0 is done, positive is "not done, nothing wrong", negative is an error. RA_E_NULL to RA_E_STATE
  * are refusals: nothing was done, everything is as it was. RA_E_MISMATCH and those below it in this
- * list are failures of a pass. Its ring or cache stays failed: later calls return the same status
- * (ra_ring_failure has the details). */
+ * list are failures of a pass (except in ra_step_wait). Its ring or cache stays failed: except for
+ * ra_resume, later calls return the same status (ra_ring_failure has the details). */
 #define RA_STATUS_LIST(X)                                                                        \
     X(RA_OK,             0, "done")                                                              \
     X(RA_AGAIN,          1, "something was done, call again")                                    \
@@ -458,8 +458,8 @@ typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, he
 typedef struct ra_run { int64_t first, count, stride; } ra_run;
 
 /* Positions of the rows of one tensor. {0}: rows follow one another from position 0 (keys) or
- * d.q_offset (queries, otherwise unused). For one rank and RA_LAYOUT_ARRAY. All sequences
- * then have as many rows: pad with -1, and leave d.tokens_of and kv_tokens_of null. A batch that
+ * d.q_offset (queries, otherwise unused). Only for one rank or RA_LAYOUT_ARRAY. All sequences then
+ * have equally many rows: pad with -1; d.tokens_of and kv_tokens_of stay null. A batch that
  * decodes after n0 and n1 cached tokens: d.tokens 1, d.kv_tokens max(n0, n1) + 1, q_pos.array
  * {n0, n1}, count 1, batch_step 1.
  *
@@ -483,7 +483,7 @@ typedef struct ra_positions {
  * of page table[b * batch_step + (first + r) / page_tokens]. Pages are read in place, with the bits
  * of rows without pages. Sequences may share pages: a prefix is stored once. */
 typedef struct ra_pages {
-    const int32_t *table;              /* page numbers, 0..count - 1, for all rows, seen or not */
+    const int32_t *table;              /* page numbers, 0..count - 1, for all rows (cf. ra_cache) */
     int64_t batch_step;                /* entries from one sequence to the next; 0: one table */
     int64_t count;                     /* pages in the pool */
     int64_t first;                     /* rows to skip in the first page, below page_tokens */
@@ -553,7 +553,7 @@ typedef struct ra_layout {
 
 struct ra_engine;
 
-typedef struct ra_rates {              /* all required and > 0, except latency, which may be 0 */
+typedef struct ra_rates {              /* {0}, or all > 0, except latency, which may be 0 */
     double flops_per_s;                /* of one rank, all its threads */
     double link_bytes_per_s;           /* of one direction of one link */
     double link_latency_s;             /* of one message */
@@ -613,8 +613,7 @@ typedef struct ra_desc {
                                         * timing or transport). Needs 2 buffers and no more memory.
                                         * Gradients keep their order. Without effect on one rank */
     /* Training */
-    int32_t train;                     /* 1: backward passes will follow. o and lse have the same
-                                        * bits either way, except under dropout */
+    int32_t train;                     /* 1: backward passes follow. 0: so are the fields below */
     int32_t grad_dtype;                /* 0, RA_F32: t.d_q, d_k, d_v are f32 and added to; RA_F16,
                                         * RA_BF16: of this dtype and overwritten */
     float dropout;                     /* probability in [0, 1) that a softmax weight is set to 0;
@@ -636,7 +635,7 @@ typedef struct ra_desc {
                                         * pages. Not for plans and not for gradients */
     const struct ra_engine *engine;    /* null: our kernels. Read until the plan is destroyed */
     ra_error *error;                   /* may be null. Written when a call that takes d refuses, and
-                                        * by ra_ring_once if the pass fails */
+                                        * by ra_ring_once if the pass fails; never cleared */
 } ra_desc;
 
 /* The common descriptor: the same dtype four times, Dk = Dv = dim. Then set tokens, for a cache
@@ -753,7 +752,7 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  * RA_Q8_0 is ggml's: blocks of 34 bytes, a scale in f16 and 32 int8, element = scale * int8. A row
  * of dim elements is dim / 32 blocks, so n, k_dim, v_dim and v_column must be multiples of 32;
  * alignment 2. Converting to it sets scale = max |x| / 127. NaN becomes 0, and magnitudes are
- * limited to 127 * 65504. There is no sentence on refusal; RA_E_SHAPE: n is not such a multiple. */
+ * limited to 127 * 65504. A refusal is a status alone; RA_E_SHAPE: n is not such a multiple. */
 RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
                                   int64_t n);
 
@@ -762,7 +761,7 @@ RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src,
  * [seq_k][n_kv_heads][head_dim]. Causal: query i is at position q_offset + i, key j at j. window <=
  * 0 is off; otherwise a query sees the last `window` keys, its own included. scale 0:
  * 1/sqrt(head_dim). One thread, no allocation, at most 240 KiB of stack (80 KiB if seq_q * n_heads
- * / n_kv_heads is at most 8), twice that without optimisation. There is no sentence on refusal.
+ * / n_kv_heads is at most 8), twice that without optimisation. A refusal is a status alone.
  * RA_E_RANGE: a count or q_offset is negative, heads or head_dim are below 1, head_dim is above
  * 256, positions reach RA_MAX_POSITION, or scale is negative or not finite. RA_E_SHAPE: n_heads is
  * not a multiple of n_kv_heads. RA_E_NULL: a pointer to rows is null. */
@@ -786,17 +785,16 @@ RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
  * depend on nth. A refusal is returned to all threads; the one with ith 0 writes d->error.
  *
  * d.engine must be null. layout.kind selects the order of summation (see ra_plan_report.order), so
- * that a ring of the same layout gives the same bits. Exception: calls with tokens * Hq / Hkv <= 16
- * and no dropout take the decoding form, which adds up in another order and is fastest if all heads
- * of a token, or all tokens of a head, are contiguous (see RA_FORM_SAME). In both forms a row's
- * bits depend on no other row of the call.
+ * that a ring of the same layout gives the same bits. Exception: if d.tokens * Hq / Hkv <= 16, a
+ * call without dropout takes the decoding form (see RA_FORM_SAME), with an order of its own. It is
+ * fastest if heads of a token, or tokens of a head, are contiguous. No row affects another's bits.
  *
  * workspace: ra_attention_bytes(d, nth) bytes at any address, which need not be cleared. It serves
  * one call at a time: all nth threads must have returned before any of them begins the next. If
  * some of the nth threads did not make a call, zero the workspace before the next one. Forward and
  * backward may share a workspace of the larger size. With nth = 1 it may be null if k_dim + v_dim
- * is at most 512, or 256 if K or V is not f32 (longer rows may be refused): then up to 256 KiB of
- * the stack are used, or 384 in a program compiled without optimisation. */
+ * is at most 512, or 256 if K or V is not f32. (Longer rows may be refused.) Such a call uses up to
+ * 256 KiB of stack, or 384 in a program compiled without optimisation. */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
 
@@ -865,8 +863,8 @@ typedef struct ra_plan_report {
                                         * this rank, and those whose keys neither it nor a rank
                                         * after it needs */
     int64_t resident_bytes;            /* your q, k, v, o and lse of this rank, packed */
-    int64_t workspace_bytes;           /* exact, of a ring that copies; with d.train the most of
-                                        * both passes and of a forward pass of the same plan without
+    int64_t workspace_bytes;           /* exact, for a ring that copies. With d.train: the largest
+                                        * of forward, backward, and forward of the same plan without
                                         * d.train */
     int64_t shared_workspace_bytes;    /* exact, of a ring with RA_CAP_SHARED */
     int32_t order;                     /* RA_ORDER_* */
@@ -959,13 +957,13 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
 RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
                                       const ra_transport *transport, const ra_ring_desc *rd);
 /* No thread may be inside a call. After a failed pass with RA_CAP_SHARED it may wait, up to
- * quiesce_ns, until other ranks in a pass have noticed, in ra_step or by ending. RA_E_UNSAFE: a
+ * quiesce_ns, until other ranks have noticed in ra_step, or ended their pass. RA_E_UNSAFE: a
  * pass failed, and the transport may still touch the buffers. They were leaked; do not free a
  * workspace of yours. null is fine. */
 RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring);
 
 /* One blocking pass on the calling thread. Collective. After a refusal the ring is as it was (the
- * other ranks wait for this one until it comes, their deadline or ra_ring_cancel). After a failure
+ * other ranks wait for this one until it comes, their deadline or watchdog). After a failure
  * o is undefined unless ra_resume completes it, the ring stays failed, and no rank reads this
  * rank's tensors any more; with RA_CAP_SHARED, if that cannot be promised, the status is
  * RA_E_UNSAFE. A rank that has all it needs may return RA_OK from a pass that fails on another. */
@@ -1080,9 +1078,9 @@ typedef struct ra_resume_desc {
     const ra_transport *transport;     /* a new one, of the survivors: rank i is survivors[i]. See
                                         * ra_transport for what it needs. reg is not called. One
                                         * rank: null */
-    const int32_t *survivors;          /* [ranks] of the plan, ascending, this one too; copied */
+    const int32_t *survivors;          /* [ranks] their ranks in the plan, ascending; copied */
     int32_t ranks, epoch;              /* ranks: how many. epoch: 1 to 2^22 - 1, higher with every
-                                        * attempt. Both, and survivors, are equal on all of them */
+                                        * attempt. All three must be equal on all survivors */
     int32_t tensors_kept;              /* 1: k, v and k_pos of the last two passes that ended well
                                         * here are unchanged. 0: they may have changed, and refetch
                                         * supplies them. (Those of the failed pass, its o and its
@@ -1108,11 +1106,11 @@ typedef struct ra_resumed {
  * RA_E_STATE from here on. The old transport must still exist: it is quiesced within the same
  * deadline, and dereg is called. Allocates as much as a ring.
  *
- * Failures on all ranks, before a chunk moves: RA_E_PEER if no rank and no refetch has
- * ra_failure.chunk of rank ra_failure.peer; RA_E_UNSUPPORTED after a backward pass, a failed engine
- * or with a rank that is more than one pass ahead: begin the pass anew. After these and any later
- * failure ra_resume may be called again. Failures name ranks of the plan. RA_E_UNSAFE: the old
- * transport may still write; see ra_ring_error. */
+ * Failures on all ranks, before a chunk moves: RA_E_PEER if no survivor and no refetch has a
+ * missing chunk (ra_failure.chunk of rank .peer); RA_E_UNSUPPORTED after a backward pass, a failed
+ * engine or with a rank that is more than one pass ahead: begin the pass anew. After these and any
+ * later failure ra_resume may be called again. Failures name ranks of the plan. RA_E_UNSAFE: the
+ * old transport may still write; see ra_ring_error. */
 RINGATTN_API ra_status ra_resume(ra_ring *ring, const ra_resume_desc *rd, int64_t deadline_ns);
 /* The same without blocking: then ra_step, on any threads, until RA_OK or an error. One step looks
  * at all chunks of all ranks, to choose who sends what. Counters are not reset. */
@@ -1130,42 +1128,43 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
  * with the bits of plain decoding set d.form to RA_FORM_SAME. A batch_stride of 0 of K and V is
  * ra_cache_rows rows. With pages (page_tokens may differ between ranks) a table covers these rows.
  * Entries of rows not stored yet are not read; those of pages that no row of the call sees may be
- * -1 or repeat others (a ring buffer). A prefix in the same pages is read once for up to 16 Hkv /
- * Hq sequences b, b + 1, .. with one new token each, if queries travel, by 1024 rows of a lane.
+ * -1 or repeat others (a ring buffer). If up to 16 Hkv / Hq consecutive sequences begin with the
+ * same pages, have a new token each, and queries travel, each 1024 rows of a lane are read once.
  *
  * Either every rank attends all queries to its own keys, or it gets the keys of others (or reads
  * them, with RA_CAP_SHARED), whichever costs less. Partial results of lanes merge in a fixed tree:
- * if `lanes` is set, bits depend neither on threads nor on what travels, the transport or ranks.
- * If not, PASS_KV in shared memory with RA_FORM_AUTO sums 64 or more new tokens as on one rank. */
+ * if `lanes` is set, bits depend neither on threads nor on what travels, the transport or ranks. If
+ * not, 64 or more new tokens of a sequence are summed as on one rank, where memory is shared (and
+ * unless RA_INFER_PASS_Q, RA_INFER_MERGE or RA_FORM_SAME are set). */
 typedef struct ra_cache ra_cache;
 /* OWN: a rank passes the queries of the new tokens whose positions it holds, and gets their
  * outputs. ALL: every rank passes the queries of all new tokens and gets all outputs. */
 enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
 /* What travels. PASS_Q: queries to all ranks (ALL: none), partial results to the ranks of their
  * rows. MERGE: the same, but a rank merges some heads of all rows and sends the sums on. PASS_KV:
- * keys and values to the queries, for OWN; with RA_CAP_SHARED nothing, for ALL too. AUTO: by time
- * (d->rates if set) and memory; with RA_CAP_SHARED PASS_KV for prompts and short batches. */
+ * keys and values to the ranks of the queries, only with OWN; with RA_CAP_SHARED nothing travels,
+ * and ALL is possible too. AUTO: by time (d->rates if set) and memory. */
 enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV, RA_INFER_MERGE };
 typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the first four */
     int64_t new_tokens;                /* most new tokens of a call; 0: sequences * tokens */
-    int32_t lanes;                     /* ranks..1024. Worlds get equal bits if it is set to the
-                                        * same, such as 8 or 64. 0: by ranks and layout.weights */
+    int32_t lanes;                     /* ranks..1024. Set to the same, such as 64, it gives equal
+                                        * bits for any number of ranks. 0: by ranks and weights */
     int32_t queries;                   /* RA_QUERIES_* */
     int32_t travel;                    /* RA_INFER_*; PASS_Q needs no buffers for keys */
     void   *workspace;                 /* as in ra_ring_desc */
     size_t  workspace_bytes;           /* see ra_cache_workspace */
     ra_allocator allocator;
-    int64_t watchdog_ns;               /* RA_E_PEER after this long without progress; 0: 60 s */
+    int64_t watchdog_ns;               /* RA_E_PEER if a peer computes for longer; 0: 60 s */
     int64_t quiesce_ns;                /* how long ra_cache_destroy, and ra_infer where ranks use
                                         * its tensors, may wait after a failure; 0: 30 s */
 } ra_cache_desc;
 
 /* d->tokens is the most new tokens of a sequence per call, d->kv_tokens the most positions of a
- * sequence, ranks and rank as for a plan. layout.weights: relative sizes of the shards, met as well
- * as whole lanes can: lanes 0 is then the fewest, most often at most 64, that meet each to 5 %, and
- * without weights ranks. d->mask is NONE or CAUSAL without documents, d->scores without bias.
- * q_offset, tokens_of, kv_tokens_of, layout.kind, order, engine and Training stay 0. d->threads
- * threads may step a call. net is null for one rank. One cache object serves all layers. */
+ * sequence, ranks and rank as for a plan. layout.weights: relative sizes of the shards, which are
+ * whole lanes. With lanes 0 there are as few as bring each shard within 5 % of its weight (mostly
+ * at most 64), and without weights one per rank. d->mask is NONE or CAUSAL without documents,
+ * d->scores without bias. q_offset, tokens_of, kv_tokens_of, layout.kind, order, engine and
+ * Training stay 0. d->threads threads may step a call. One rank: net null. It serves all layers. */
 RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
                                        const ra_cache_desc *cd);
 /* Bytes of workspace here; 0: refused. For an align above 64 ra_cache_create says how many more. */
@@ -1179,8 +1178,8 @@ RINGATTN_API int64_t ra_cache_rows(const ra_cache *c);
 RINGATTN_API int32_t ra_cache_owner(const ra_cache *c, int64_t position);
 RINGATTN_API int64_t ra_cache_row(const ra_cache *c, int64_t position);
 /* Converts K [Hkv][Dk] and V [Hkv][Dv] of one token from f32 and stores them in t->k and t->v, if
- * this rank holds the position; otherwise does nothing. v_in_k: v is null. Any thread. Leaves no
- * sentence: RA_E_RANGE is the sequence or the position, RA_E_NULL a pointer. */
+ * this rank holds the position; otherwise does nothing. v_in_k: v is null. Any thread. A refusal is
+ * a status alone: RA_E_RANGE is the sequence or the position, RA_E_NULL a pointer. */
 RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, int32_t sequence,
                                       int64_t position, const float *k, const float *v);
 
@@ -1190,8 +1189,8 @@ RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, in
  * for each new token (OWN: if ra_cache_owner(c, position) == rank), by ascending position. With a
  * batch_stride of 0, rows is that of the sequence with the most, so it changes from call to call,
  * and sequences without new tokens take as much room. Without rows here they may be null. cached
- * and fresh are AGREED, and copied. Runs on the calling thread until this rank is done; then no
- * rank touches its tensors (with RA_CAP_SHARED others use them). Statuses as of ra_forward. */
+ * and fresh are AGREED, and copied. Runs on the calling thread until this rank is done. With
+ * RA_CAP_SHARED other ranks use its tensors until then. Statuses as of ra_forward. */
 RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                 const int64_t *fresh, int64_t deadline_ns);
 /* The same on your threads: begin on one of them, then step on any until RA_OK or an error. A step
@@ -1234,7 +1233,7 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  *    abort may come from any thread during any other call. Passes on one ctx take turns: see turn.
  *  4 A failure: the library calls abort once and posts no more. ctx serves no later ring.
  *  5 ra_finish, which blocking calls, ra_resume and ra_ring_destroy contain, calls quiesce once
- *    after a failure, on its own thread. ra_ring_destroy calls dereg, and frees nothing of yours.
+ *    after a failure, on the caller's thread. ra_ring_destroy calls dereg, frees nothing of yours.
  *
  * Level 0 is sendrecv alone; level 1 is post and poll; everything else is optional.
  *
@@ -1257,12 +1256,13 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  *   RA_CAP_SHARED, for any pass           ANY_PEER       2         2 * ranks + 2  post, quiesce
  * (1) With more than 2 ranks and RA_RETURN_DIRECT. (2) With post. (3) With more than 2 ranks.
  *
- * The first pass of a plan begins with a frame of 64 bytes from each rank to rank + 1, on channel
- * 0. A rank posts nothing else before its own is sent and the other is received. A forward message
- * is such a frame and the chunk: for each of its pieces (zigzag chunks have two) positions if the
- * layout is ARRAY, K rows, V rows, each part on a multiple of 64. The piece that travels farther
- * comes first, and the other is left out where no rank needs it any more. In a backward pass the
- * f32 sums of gradients are between frame and chunk; on their return they come without the chunk.
+ * Without trust_plans the first forward and the first backward pass of a plan begin with a frame of
+ * 64 bytes from each rank to rank + 1, on channel 0. A rank posts nothing else before its own is
+ * sent and the other is received. A forward message is such a frame and the chunk: for each of its
+ * pieces (zigzag chunks have two) positions if the layout is ARRAY, K rows, V rows, each part on a
+ * multiple of 64. The piece that travels farther comes first, and the other is left out where no
+ * rank needs it any more. In a backward pass the f32 sums of gradients are between frame and chunk;
+ * on their return they come without the chunk.
  *
  * Time. deadline_ns of a callback is an absolute time on ra_now_ns(), whatever the ring's clock is.
  * It is never RA_NO_DEADLINE, and may be INT64_MAX: subtract from it, do not add to it. */
@@ -21390,6 +21390,7 @@ typedef struct ra__cache_portion {
     int32_t at_row, single;            /* single: 0: all rows in one call; n: only row n - 1 */
     int32_t lane_begun;                /* 1: a lane in the form of prefill has begun */
     int32_t merges;                    /* 1: its sums are merged into the place before its own */
+    uint32_t filled;                   /* bit i: place i of the path holds sums (ra__lane_path) */
     int32_t gathered;                  /* 1: the queries are at the desk, in a pool of ranks */
     int32_t kept;                      /* 1: the queries are in panels, also for later lanes */
 } ra__cache_portion;
@@ -21512,6 +21513,17 @@ static int64_t ra__most_rank_lanes(const ra_cache *c) {
     for (int32_t r = 0; r < c->ranks; r++)
         lanes = ra__max(lanes, c->lane_first[r + 1] - c->lane_first[r]);
     return lanes;
+}
+
+/* The sequence of number i, if those of sequence b are at[b] to at[b + 1] - 1. */
+static int32_t ra__sequence_of(const ra_cache *c, const int64_t *at, int64_t i) {
+    int32_t b = 0, end = c->d.sequences;
+    while (end - b > 1) {
+        const int32_t middle = b + (end - b) / 2;
+        if (at[middle] <= i) b = middle;
+        else end = middle;
+    }
+    return b;
 }
 
 /* Cached and new tokens of a sequence; 0 if it has no new ones. */
@@ -22436,10 +22448,20 @@ static void ra__keys_swap(ra_cache *c, int32_t s) {
     ra__swap_add(c, RA__FRAME_KV, s, &out, &in);
 }
 
+/* The rank that stores the keys of row i of the call. */
+static int32_t ra__row_owner(const ra_cache *c, int64_t i) {
+    return c->lane_owner[ra__lane_of(c, c->all_pos[i])];
+}
+
 /* 1: a rank gets the outputs of row i of the call. */
 static int ra__row_wanted(const ra_cache *c, int32_t rank, int64_t i) {
-    return c->cd.queries == RA_QUERIES_ALL ||
-           c->lane_owner[ra__lane_of(c, c->all_pos[i])] == rank;
+    return c->cd.queries == RA_QUERIES_ALL || ra__row_owner(c, i) == rank;
+}
+
+/* The number of row i of the call among the rows that this rank wants. */
+static int64_t ra__row_here(const ra_cache *c, int64_t i) {
+    if (c->cd.queries == RA_QUERIES_ALL) return i;
+    return c->own_at[ra__sequence_of(c, c->all_at, i)] + c->all_row[i];
 }
 
 /* The first head row of the share of a rank, which ends where the next begins. */
@@ -22459,20 +22481,20 @@ static int64_t ra__share_move(const ra_cache *c, int32_t holder, int32_t rank,
                               const ra__partials *rows) {
     const int64_t heads = c->d.q_heads, dim = c->d.v_dim, begin = ra__share_first(c, holder);
     const int64_t end = ra__share_first(c, holder + 1);
-    int64_t moved = 0, row = 0;
-    for (int64_t i = 0; i < c->rows; i++) {
+    int64_t moved = 0;
+    for (int64_t i = begin / heads; i * heads < end; i++) {
         const int64_t first = ra__max(i * heads, begin), n = ra__min((i + 1) * heads, end) - first;
         if (!ra__row_wanted(c, rank, i)) continue;
-        if (n > 0 && (share || message)) {
+        if (share || message) {
             const ra__partials *from = share ? share : message, *to = rows ? rows : message;
             const int64_t at = share ? first - begin : moved;
+            const int64_t row = rows ? ra__row_here(c, i) : 0;
             const int64_t place = rows ? row * heads + first - i * heads : moved;
             memcpy(to->data + place * dim, from->data + at * dim, (size_t)(n * dim) * 4);
             memcpy(to->data + to->head_rows * dim + place, from->data + from->head_rows * dim + at,
                    (size_t)n * 4);
         }
-        moved += ra__max(n, 0);
-        row++;
+        moved += n;
     }
     return moved;
 }
@@ -22907,7 +22929,7 @@ static void ra__cache_pack_keys(ra_cache *c) {
 static void ra__cache_place_q(ra_cache *c, int32_t rank, const uint8_t *from) {
     const int64_t row = ra__query_bytes(&c->d);
     for (int64_t i = 0; i < c->rows; i++) {
-        if (c->lane_owner[ra__lane_of(c, c->all_pos[i])] != rank) continue;
+        if (ra__row_owner(c, i) != rank) continue;
         memcpy(c->q_all + i * row, from, (size_t)row);
         from += row;
     }
@@ -22947,7 +22969,7 @@ static void ra__cache_pack_partial(const ra_cache *c, int32_t rank, ra__partials
     for (int32_t s = 0; s < ra__rank_trees(c, c->rank); s++) {
         int64_t n = 0;
         for (int64_t i = 0; i < c->rows; i++)
-            if (c->lane_owner[ra__lane_of(c, c->all_pos[i])] == rank)
+            if (ra__row_owner(c, i) == rank)
                 ra__partial_copy(c, ra__tree_partial(c, to, s, heads * n++),
                                  ra__tree_partial(c, ra__partials_here(c), s, i * heads), heads);
     }
@@ -23217,15 +23239,10 @@ static int ra__stage_writes(const ra_cache *c, int32_t stage) {
 /* Portion n of the open stage. */
 static ra__cache_portion ra__portion_new(const ra_cache *c, int64_t n) {
     ra__cache_portion x;
-    int32_t b = 0, end = c->d.sequences;
     memset(&x, 0, sizeof x);
     x.n = n;
     if (ra__stage_writes(c, ra__load_i32(&c->stage))) return x;
-    while (end - b > 1) {              /* portion_at[b] <= n < portion_at[end] */
-        const int32_t middle = b + (end - b) / 2;
-        if (c->portion_at[middle] <= n) b = middle;
-        else end = middle;
-    }
+    const int32_t b = ra__sequence_of(c, c->portion_at, n);
     return ra__portion_at(c, b, n - c->portion_at[b]);
 }
 
@@ -23475,9 +23492,9 @@ static int64_t ra__first_leaf(const ra_cache *c, const ra__cache_portion *x, int
  * PERF: a call of decoding prefetches one stretch while it computes another. Without `next` nothing
  * is prefetched while it computes its last stretch, and the first one of the next call is read from
  * memory as it is used: 256 KB, 25 us. Zen 4, 32/8 heads of D 128 in bf16, one thread, without ->
- * with: 16 sequences of 1024 tokens 3.9 -> 3.5 ms, with 4 and 8 lanes 5.7 -> 3.8, 7.7 -> 4.1; one of
- * 8192 tokens 1.85 -> 1.60. ra_attention, 64 sequences of 64 and 256 tokens: 0.42, 0.74 of the time
- * (ra__decode_next). */
+ * with: 16 sequences of 1024 tokens 3.9 -> 3.5 ms, with 4 and 8 lanes 5.7 -> 3.8, 7.7 -> 4.1; one
+ * of 8192 tokens 1.85 -> 1.60. ra_attention over 64 sequences of 64 and 256 tokens takes 0.42 and
+ * 0.74 of the time by ra__decode_next. */
 static void ra__leaf_next(const ra_cache *c, const ra__cache_desk *y, int32_t lane, int64_t end,
                           uintptr_t next[2]) {
     const ra__cache_portion *x = &y->x;
@@ -23599,21 +23616,22 @@ static ra_status ra__slot_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     return RA_OK;
 }
 
+/* The rows of a lane, from the beginning of a block on, that a portion may see. */
+static ra__range ra__lane_seen(const ra_cache *c, const ra__cache_portion *x, int32_t lane) {
+    const ra__range rows = {
+        ra__lane_keys(c, lane, x->lo) / RA_BLOCK_TOKENS * RA_BLOCK_TOKENS,
+        ra__lane_keys(c, lane, x->hi)
+    };
+    return rows;
+}
+
 /* Attends a portion to all keys of a lane that its rows see. merges: see ra__tiles_some. */
 static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                const ra__partial *to, int merges, int64_t *left) {
     ra__cache_portion *x = &y->x;
     const ra__partial out = *to;
-    const ra__range rows = {
-        ra__lane_keys(c, lane, x->lo) / RA_BLOCK_TOKENS * RA_BLOCK_TOKENS,
-        ra__lane_keys(c, lane, x->hi)
-    };
+    const ra__range rows = ra__lane_seen(c, x, lane);
     const int64_t spans = ra__cache_spans(c, x->b);
-    x->merges = x->lane_begun && x->merges;
-    if (rows.begin >= rows.end) {
-        ra__partial_clear(c, x, out, x->rows);
-        return RA_OK;
-    }
     if (!x->decode) return ra__tiles_some(c, y, lane, rows, to, merges, left);
     for (; x->at_span < spans; x->at_span++, x->at_leaf = 0) {
         const int slot = c->slot[x->b] >= 0;
@@ -23667,6 +23685,23 @@ static ra__partial ra__portion_sum(const ra_cache *c, const ra__cache_desk *y) {
     return ra__partial_packed(c, &y->x, y->partial[RA__TREE_DEPTH + 2]);
 }
 
+/* Merges place n of a path into the one before it. Places without sums are left out: to merge
+ * (0, -inf) changes nothing. */
+static void ra__places_merge(const ra_cache *c, ra__cache_portion *x, const ra__partial *to,
+                             int32_t n) {
+    const int32_t heads = ra__portion_heads(c, x);
+    const uint32_t both = 3u << (n - 1), here = 1u << n;
+    if ((x->filled & both) == both) {
+        ra__partial_merge(c, x, to[n - 1], to[n]);
+    } else if (x->filled & here) {
+        for (int64_t i = 0; i < x->rows; i++)
+            ra__partial_copy(c, ra__partial_row(c, to[n - 1], i), ra__partial_row(c, to[n], i),
+                             heads);
+        x->filled |= here >> 1;
+    }
+    x->filled &= ~here;
+}
+
 /* Attends a portion to all subtrees of the stage, and merges the lanes of each. */
 static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *left) {
     ra__cache_portion *x = &y->x;
@@ -23678,20 +23713,29 @@ static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *l
         ra__subtree lanes = { 0, c->lanes };
         if (!c->pooled) lanes = c->tree[c->tree_first[rank] + x->at_tree];
         if (x->at_lane < lanes.first) x->at_lane = lanes.first;
+        const ra__partial sum = c->pooled ? all : ra__tree_partial(
+            c, c->out, x->at_tree, row * c->d.q_heads + head);
         for (; x->at_lane < lanes.last; x->at_lane++) {
+            const ra__range rows = ra__lane_seen(c, x, x->at_lane);
             ra__partial to[RA__TREE_DEPTH + 1];
             int32_t n, completed;
-            to[0] = c->pooled ? all
-                              : ra__tree_partial(c, c->out, x->at_tree, row * c->d.q_heads + head);
+            to[0] = sum;
             n = ra__lane_path(c, y, lanes, x->at_lane, to, &completed);
             if (*left <= 0) return RA_AGAIN;
-            ra_status s = ra__lane_some(c, y, x->at_lane, to + n, completed > 0, left);
-            if (s) return s;
+            x->merges = x->lane_begun && x->merges;
+            if (rows.begin < rows.end) {
+                const int merges = completed > 0 && (x->filled >> (n - 1) & 1);
+                ra_status s = ra__lane_some(c, y, x->at_lane, to + n, merges, left);
+                if (s) return s;
+                if (!x->merges) x->filled |= 1u << n;
+            }
             *left -= (1 + completed) * ra__partial_work(c, x);     /* also of a lane without keys */
             n -= x->merges;
             completed -= x->merges;
-            for (; completed > 0; completed--, n--) ra__partial_merge(c, x, to[n - 1], to[n]);
+            for (; completed > 0; completed--, n--) ra__places_merge(c, x, to, n);
         }
+        if (!x->filled) ra__partial_clear(c, x, sum, x->rows);
+        x->filled = 0;
     }
     return RA_OK;
 }
@@ -23780,12 +23824,13 @@ static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
     const int64_t first = y->x.n * c->write_rows, heads = c->d.q_heads;
     uint8_t *sums = c->steps ? ra__tree_sums(c, c->steps) : c->result[c->rank];
     ra_status s = RA_OK;
-    int32_t b = 0, stage = ra__load_i32(&c->stage);
+    const int32_t stage = ra__load_i32(&c->stage);
     if (ra__stage_merges(c, stage)) {
         if (!c->steps) return ra__cache_merge(c, y);
         ra__tree_merge(c, y, stage - 1);
         return RA_OK;
     }
+    int32_t b = ra__sequence_of(c, c->own_at, first);
     for (int64_t i = first; i < c->own_rows && i < first + c->write_rows && !s; i++) {
         const ra__head_rows p = { i * heads, heads };
         const ra__partial sum =
@@ -23810,9 +23855,13 @@ static ra_status ra__pool_write(const ra_cache *c, const ra__cache_desk *y) {
         const ra__partial sum = ra__partial_row(c, ra__portion_sum(c, y), i);
         const int32_t b = x->b + (x->joint > 1 ? (int32_t)i : 0);
         ra__row_add_sinks(c, head, heads, sum);
-        for (int32_t r = 0; r < c->ranks && !s; r++)
-            if (ra__row_wanted(c, r, at + i))
-                s = ra__row_write(c->peer[r], b, c->all_row[at + i], head, heads, sum);
+        int32_t r = ra__row_owner(c, at + i), end = r + 1;
+        if (c->cd.queries == RA_QUERIES_ALL) {
+            r = 0;
+            end = c->ranks;
+        }
+        for (; r < end && !s; r++)
+            s = ra__row_write(c->peer[r], b, c->all_row[at + i], head, heads, sum);
     }
     return s;
 }

@@ -45,6 +45,8 @@ try() {
             timeout 60 "$work/cache" pools_of_all --first &&
             timeout 60 "$work/cache" unlike_dtypes --first ;;
         apart) timeout 60 "$work/cache" disagreements --first ;;
+        lanes) timeout 60 "$work/cache" lanes_and_weights --first &&
+            timeout 60 "$work/cache" ring_buffers --first ;;
         forward) timeout 90 "$work/forward" modified_decode --first ;;
         cells) timeout 90 "$work/forward" attention_at --first ;;
         near) timeout 90 "$work/near" modified_decode --first ;;
@@ -101,7 +103,7 @@ fi
 
 # Arguments for xargs: number, name and tests of each mistake; 0 is the header as it is.
 right="sim resume failure ends rows schedule world cache forward cells silence differences"
-right="$right caches apart $batches $near"
+right="$right caches apart lanes $batches $near"
 left=                                  # names of those left out, each with a space
 [ "$batches" ] || left='batches '
 [ "$near" ] || left="${left}near "
