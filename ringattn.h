@@ -258,7 +258,7 @@
  *            numerator and in the denominator; the backward pass also rounds dO and the score
  *            gradients. With integer arithmetic (decoding q8_0, see RA_ISA_*) q is off by at most
  *            2^-16 of its row's largest magnitude, and a weight times the scale of a block of V by
- *            2^-16 of the largest of 16 keys. (q8_0 itself is off by 2^-8 of a block's largest.)
+ *            2^-16 of the largest of 16 keys. (q8_0 is itself off by 1/254 of a block's largest.)
  *   Bits     The bits of a result do not depend on threads, chunks, timing or transport. If shards
  *            are cut at multiples of 64 tokens (contiguous and zigzag) they do not depend on the
  *            number of ranks either: layout.kind selects the order of sums, so set it on one rank
@@ -613,7 +613,7 @@ typedef struct ra_desc {
                                         * timing or transport). Needs 2 buffers and no more memory.
                                         * Gradients keep their order. Without effect on one rank */
     /* Training */
-    int32_t train;                     /* 1: backward passes follow. 0: so are the fields below */
+    int32_t train;                     /* 1: backward passes follow. 0: all of Training is 0 */
     int32_t grad_dtype;                /* 0, RA_F32: t.d_q, d_k, d_v are f32 and added to; RA_F16,
                                         * RA_BF16: of this dtype and overwritten */
     float dropout;                     /* probability in [0, 1) that a softmax weight is set to 0;
@@ -1128,8 +1128,8 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
  * with the bits of plain decoding set d.form to RA_FORM_SAME. A batch_stride of 0 of K and V is
  * ra_cache_rows rows. With pages (page_tokens may differ between ranks) a table covers these rows.
  * Entries of rows not stored yet are not read; those of pages that no row of the call sees may be
- * -1 or repeat others (a ring buffer). If up to 16 Hkv / Hq consecutive sequences begin with the
- * same pages, have a new token each, and queries travel, each 1024 rows of a lane are read once.
+ * -1 or repeat others (a ring buffer). If up to 16 Hkv / Hq consecutive sequences have a new token
+ * each, and queries travel, a prefix in the same pages is read once, by 1024 rows of a lane.
  *
  * Either every rank attends all queries to its own keys, or it gets the keys of others (or reads
  * them, with RA_CAP_SHARED), whichever costs less. Partial results of lanes merge in a fixed tree:
@@ -1147,24 +1147,24 @@ enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
 enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV, RA_INFER_MERGE };
 typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the first four */
     int64_t new_tokens;                /* most new tokens of a call; 0: sequences * tokens */
-    int32_t lanes;                     /* ranks..1024. Set to the same, such as 64, it gives equal
-                                        * bits for any number of ranks. 0: by ranks and weights */
+    int32_t lanes;                     /* ranks..1024. Set to the same, such as 64, it gives all
+                                        * numbers of ranks equal bits. 0: by ranks and weights */
     int32_t queries;                   /* RA_QUERIES_* */
     int32_t travel;                    /* RA_INFER_*; PASS_Q needs no buffers for keys */
     void   *workspace;                 /* as in ra_ring_desc */
     size_t  workspace_bytes;           /* see ra_cache_workspace */
     ra_allocator allocator;
-    int64_t watchdog_ns;               /* RA_E_PEER if a peer computes for longer; 0: 60 s */
+    int64_t watchdog_ns;               /* RA_E_PEER after this long without progress; 0: 60 s */
     int64_t quiesce_ns;                /* how long ra_cache_destroy, and ra_infer where ranks use
                                         * its tensors, may wait after a failure; 0: 30 s */
 } ra_cache_desc;
 
 /* d->tokens is the most new tokens of a sequence per call, d->kv_tokens the most positions of a
  * sequence, ranks and rank as for a plan. layout.weights: relative sizes of the shards, which are
- * whole lanes. With lanes 0 there are as few as bring each shard within 5 % of its weight (mostly
- * at most 64), and without weights one per rank. d->mask is NONE or CAUSAL without documents,
- * d->scores without bias. q_offset, tokens_of, kv_tokens_of, layout.kind, order, engine and
- * Training stay 0. d->threads threads may step a call. One rank: net null. It serves all layers. */
+ * whole lanes. With lanes 0 there are as few as bring each shard within 5 % of its weight, and
+ * without weights one per rank. d->mask is NONE or CAUSAL without documents, d->scores without
+ * bias. q_offset, tokens_of, kv_tokens_of, layout.kind, order, engine and Training stay 0.
+ * d->threads threads may step a call. net is null for one rank. One cache serves all layers. */
 RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
                                        const ra_cache_desc *cd);
 /* Bytes of workspace here; 0: refused. For an align above 64 ra_cache_create says how many more. */
@@ -12757,7 +12757,8 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, r
  * and 65 % if they go from there into L1 before their use. */
 enum { RA__HANDFUL = 16, RA__DECODE_BYTES = 256 << 10,
        RA__DECODE_AHEAD = 16 << 10, RA__DECODE_NEAR_AHEAD = 4 << 10, RA__DECODE_CACHED = 16 << 20,
-       RA__DECODE_PART = 16, RA__DECODE_SLOTS = 128 };
+       RA__DECODE_PART = 16, RA__DECODE_SLOTS = 128,
+       RA__FAR = 1 << 24 };            /* streams do not follow larger strides */
 
 /* One thread's state and its current task. */
 typedef struct ra__decode {
@@ -12780,6 +12781,7 @@ typedef struct ra__decode {
     int64_t rows_ahead[2];             /* token rows from those computed to those prefetched */
     int64_t rows_end;                  /* from here on `next` is prefetched instead */
     uintptr_t next[2];                 /* rows of K and V that the next task begins with; 0: none */
+    int32_t is_last;                   /* 1: other threads have the tasks that follow */
     int32_t one_row;                   /* 1: `few` have one_row */
     int32_t direct;                    /* 1: `few` have o: the kernel may write O itself */
     int32_t lean;                      /* 1: one head row, and keys that caches may hold */
@@ -13092,9 +13094,9 @@ static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra_
 /* Sets up the streams that prefetch K and V of all heads of the task, in bands without gaps. They
  * are RA__DECODE_AHEAD or RA__DECODE_NEAR_AHEAD bytes ahead, rounded up to whole stretches. */
 static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
-    for (int i = 0; i < 2; i++) {
-        const int64_t token = kv[i].token;
-        const int64_t all = x->count > 1 ? x->count * kv[i].head : ra__min(token, kv[i].head);
+    for (int i = 0; i < 2; i++) {      /* strides of a single row or head may be anything */
+        const int64_t token = ra__min(kv[i].token, RA__FAR), head = ra__min(kv[i].head, RA__FAR);
+        const int64_t all = x->count > 1 ? x->count * head : ra__min(token, head);
         const int64_t most = x->nears ? 2 * x->unit : x->most;
         const int64_t rows = all == token ? most : 1;
         const int64_t bytes = x->nears ? RA__DECODE_NEAR_AHEAD : RA__DECODE_AHEAD;
@@ -13115,10 +13117,16 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
     for (int i = 0; i < 2; i++) {
         const int64_t at = row + x->rows_ahead[i];
         a[i] = x->ahead[i];
-        a[i].at = (uintptr_t)kv[i].data + (uintptr_t)(at * kv[i].token);
+        const int64_t token = ra__min(kv[i].token, RA__FAR), rest = x->rows_end - at;
+        a[i].at = (uintptr_t)kv[i].data + (uintptr_t)(at * token);
         if (x->paged.table) a[i].at = ra__page_row(&x->paged, &kv[i], ra__min(at, x->last_row));
-        if (at >= x->rows_end && x->next[i])
-            a[i].at = x->next[i] + (uintptr_t)((at - x->rows_end) * kv[i].token);
+        if (!x->next[i]) continue;
+        if (rest <= 0) {
+            a[i].at = x->next[i] + (uintptr_t)(-rest * token);
+        } else if (rest < RA_BLOCK_TOKENS && a[i].jump == 0 && rest * token % 64 == 0) {
+            a[i].left = (int32_t)(rest * token / 64);          /* a call that goes beyond the end */
+            a[i].jump = (int64_t)(x->next[i] - a[i].at - (uintptr_t)(rest * token));
+        }
     }
 }
 
@@ -13320,14 +13328,14 @@ static int64_t ra__decode_cut(const ra__local *c, const ra__decode *x, int32_t p
     return ra__part_first(part + ra__min(ra__part_of(x->first), ra__decode_limit(&c->d) - 1));
 }
 
-/* Sets x->next to what follows the task if the thread has all tasks: from token row `row` on other
- * heads or the next handful, otherwise the next sequence, otherwise what follows the call. */
+/* Sets x->next to what the thread reads after the task: from token row `row` on other heads or the
+ * next handful, otherwise the next sequence, otherwise what follows the call. */
 static void ra__decode_next(const ra__local *c, ra__decode *x, int64_t row) {
     const int other = x->head + x->count < c->d.kv_heads;
     const int same = other || x->first_row + x->handful < ra__q_len(&c->d, x->sequence);
     const int32_t b = x->sequence + !same;
     memcpy(x->next, c->w.next, sizeof x->next);
-    if (b == c->d.sequences || ra__k_len(&c->d, b) < 1) return;
+    if (x->is_last || b == c->d.sequences || ra__k_len(&c->d, b) < 1) return;
     const ra__paged paged = ra__paged_of(&c->d, &c->w.t->pages, b);
     if (!same) row = row ? ra__max(0, row + ra__k_len(&c->d, b) - x->last_row - 1) : 0;
     for (int i = 0; i < 2; i++) {
@@ -13398,6 +13406,7 @@ static int64_t ra__decode_handful(const ra__local *c, ra__decode *x, float *slot
             const int64_t blocks = ra__decode_cut(c, x, x->part + 1) -
                                    ra__decode_cut(c, x, x->part);
             index += ra__max(blocks, 1) * x->count;
+            x->is_last = index >= to;
             if (at >= from && at < to) ra__decode_task(c, x, slots);
         }
     }
@@ -23283,6 +23292,15 @@ static void ra__partial_clear(const ra_cache *c, const ra__cache_portion *x, ra_
     }
 }
 
+/* Clears the head rows without keys, as a merge would: their o may hold a NaN. */
+static void ra__partial_clean(const ra_cache *c, const ra__cache_portion *x, ra__partial p) {
+    const int32_t heads = ra__portion_heads(c, x);
+    for (int64_t i = 0; i < x->rows; i++, p = ra__partial_row(c, p, 1))
+        for (int32_t h = 0; h < heads; h++)
+            if (ra__is_neg_inf(p.lse[h]))
+                memset(p.o + h * c->d.v_dim, 0, (size_t)c->d.v_dim * sizeof(float));
+}
+
 static void ra__partial_merge(const ra_cache *c, const ra__cache_portion *x, ra__partial into,
                               ra__partial from) {
     const int64_t heads = ra__portion_heads(c, x);
@@ -23498,9 +23516,9 @@ static int64_t ra__first_leaf(const ra_cache *c, const ra__cache_portion *x, int
 static void ra__leaf_next(const ra_cache *c, const ra__cache_desk *y, int32_t lane, int64_t end,
                           uintptr_t next[2]) {
     const ra__cache_portion *x = &y->x;
-    int64_t word, left;
-    next[0] = next[1] = 0;
-    if (end < ra__lane_keys(c, lane, x->hi)) {
+    int64_t word, left, last = ra__lane_keys(c, lane, x->hi);
+    if (x->lane >= 0) last = ra__min(last, (x->span + 1) * RA__SPAN * RA__LEAF);
+    if (end < last) {
         ra__lane_address(c, x->b, lane, end, x->head, next);
     } else if (x->lane < 0 && lane + 1 < c->keys.last) {
         ra__lane_address(c, x->b, lane + 1, ra__first_leaf(c, x, lane + 1) * RA__LEAF, x->head,
@@ -23530,7 +23548,10 @@ static ra_status ra__leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
         d.kv_heads = (int32_t)heads;
         d.q_heads = (int32_t)heads * c->group;
         ra__lane_call(c, y, lane, keys, out, &d);
-        ra__leaf_next(c, y, lane, keys.end, next);
+        next[0] = next[1] = 0;
+        if (x->at_head + heads < x->heads)
+            ra__lane_address(c, x->b, lane, keys.begin, x->head + x->at_head + d.kv_heads, next);
+        else ra__leaf_next(c, y, lane, keys.end, next);
         ra_status s = ra__attend_decode(&d, &y->t, y->workspace, c->decode_kernel, next);
         if (s) return s;
         *left -= heads * price;
@@ -23735,6 +23756,7 @@ static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *l
             for (; completed > 0; completed--, n--) ra__places_merge(c, x, to, n);
         }
         if (!x->filled) ra__partial_clear(c, x, sum, x->rows);
+        else if (lanes.last - lanes.first > 1) ra__partial_clean(c, x, sum);
         x->filled = 0;
     }
     return RA_OK;

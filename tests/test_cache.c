@@ -1804,6 +1804,50 @@ TEST(unseen_pages) {
     CHECK_EQ(ra_world_run(2, unseen_page_rank, NULL, NULL), RA_OK);
 }
 
+/* A short sequence, then one that fills the cache and sees its end alone: what a portion prefetches
+ * for the next one must be in the tables, which are as long as they must be (asan finds reads
+ * beyond). */
+static ra_status window_rank(ra_world *world, int rank, void *user) {
+    script s = script_new(1, 1, 16, RA_F32, 4096);
+    const int64_t cached[2] = { 10, 4095 }, fresh[2] = { 1, 1 };
+    enum { PAGES = 1024 / 16 };        /* of a lane */
+    int32_t *table = (int32_t *)need(2 * PAGES * sizeof *table);
+    float *room = (float *)need(2 * 1024 * 16 * sizeof *room), *o = (float *)user + rank * 32;
+    float q[2][16];
+    ra_cache *c = NULL;
+    ra_cache_desc cd = { 0 };
+    ra_tensors t = { 0 };
+    ra_desc d = s.d;
+    for (int i = 0; i < 2 * PAGES; i++) table[i] = i;
+    for (int i = 0; i < 2 * 1024 * 16; i++) room[i] = (float)(i % 16 + 1);
+    for (int i = 0; i < 32; i++) q[i / 16][i % 16] = 0.1f;
+    d.ranks = 4;
+    d.rank = rank;
+    d.sequences = 2;
+    d.tokens = 1;
+    d.kv_tokens = 4096;
+    d.page_tokens = 16;
+    d.mask.window = 8;
+    cd.queries = RA_QUERIES_ALL;
+    cd.travel = RA_INFER_PASS_Q;
+    t.q.data = q; t.o.data = o; t.k.data = room; t.v.data = room;
+    t.pages.table = table;
+    t.pages.count = 2 * PAGES;
+    t.pages.batch_step = PAGES;
+    ra_status end = ra_cache_create(&c, &d, ra_world_transport(world, rank), &cd);
+    if (!end) end = ra_infer(c, &t, cached, fresh, ra_deadline_ms(20000));
+    (void)ra_cache_destroy(c);
+    free(table);
+    free(room);
+    return end;
+}
+
+TEST(windows_at_the_end_of_tables) {
+    float o[4][32] = { { 0 } };        /* values are 1 to 16 in every row, whatever is seen */
+    CHECK_EQ(ra_world_run(4, window_rank, o, NULL), RA_OK);
+    for (int i = 0; i < 4 * 32; i++) CHECK(fabsf(o[i / 32][i % 32] - (float)(i % 16 + 1)) < 1e-4f);
+}
+
 /* Two ranks, one of which cancels, has a deadline or does not take part. */
 enum { CLASH_CANCEL, CLASH_DEADLINE, CLASH_LEAVE, CLASHES };
 typedef struct clash { int what; ra_status end[2]; char text[2][RA_TEXT_BYTES]; } clash;
@@ -2095,6 +2139,7 @@ static const h_test tests[] = {
     ENTRY(chosen_bits), ENTRY(chosen_merges), ENTRY(merge_trees),
     ENTRY(refusals),
     ENTRY(longest_messages), ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(unseen_pages),
+    ENTRY(windows_at_the_end_of_tables),
     ENTRY(failures), ENTRY(disagreements), ENTRY(ends_in_the_middle_of_a_call),
     ENTRY(ends_before_others_know),
 };
