@@ -2614,8 +2614,8 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  *   RA__DECODE_MOST                  decode_most
  *   RA__DECODE_NEAR_FOLD             decode_near or NULL
  *   RA__MERGE_ROW                    ra__merge_row or one with its bits
- *   RA__DECODE_DIRECT                decode: RA_BF16: code for each of f32, f16 and bf16; RA_F32:
- *                                    for f32 alone. Rows of other dtypes are converted first.
+ *   RA__DECODE_DIRECT                decode: there is code for each dtype up to this one, of F32,
+ *                                    F16, BF16, Q8_0. Rows of other dtypes are converted first.
  * + - * / on RA__FLOATS are the compiler's. A tile is ni broadcast elements by nt vectors; these
  * parameters, and the dtype of inline functions, are constants after inlining. A slab with few rows
  * left, and half a slab in partial tiles, takes tiles of height 8 with fewer vectors. */
@@ -2874,6 +2874,17 @@ RA__INLINE void ra__stream_prefetch(ra__stream *a, int32_t n, const int32_t leve
     ra__stream_advance(&a[1], n);
 }
 
+/* Where element d of a row is, or its block in q8_0. */
+RA__INLINE const uint8_t *ra__dim_at(const uint8_t *row, int32_t d, int32_t dtype) {
+    if (dtype == RA_Q8_0) return row + (uint32_t)d / 32 * 34;
+    return row + (int64_t)d * (dtype == RA_F32 ? 4 : 2);
+}
+
+/* Bytes of n elements, in q8_0 without scales. */
+RA__INLINE int32_t ra__about_bytes(int32_t dtype, int32_t n) {
+    return n * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
+}
+
 /* How many steps of a loop, each of which reads `bytes` of K or V, share a prefetch of a line of K
  * and one of V. bytes: a power of 2 if less than 128. */
 RA__INLINE int32_t ra__prefetch_steps(const int32_t bytes) {
@@ -3019,10 +3030,14 @@ RA__INLINE void ra__prefetch_lines(ra__prefetch_list *x, const int32_t n) {
 /* For a phase of the work: as a separate function it has all registers. */
 #define RA__ISA_NOINLINE __attribute__((noinline)) RA__ISA_STATIC
 
-/* Converts a block of 32 elements of a q8_0 row. of_f16 converts several halves; the first is the
- * scale. */
+/* The scale of a block of 32 elements of a q8_0 row. of_f16 converts several halves. */
+RA__ISA_INLINE RA__FLOATS RA__NAME(q8_0_scale)(const uint8_t *block) {
+    return RA__NAME(set)(RA__NAME(of_f16)(block)[0]);
+}
+
+/* Converts a block of a q8_0 row. */
 RA__ISA_INLINE void RA__NAME(read_q8_0)(float *dst, const uint8_t *block) {
-    const RA__FLOATS scale = RA__NAME(set)(RA__NAME(of_f16)(block)[0]);
+    const RA__FLOATS scale = RA__NAME(q8_0_scale)(block);
     RA__UNROLL for (int32_t i = 0; i < 32; i += RA__WIDTH)
         RA__NAME(store)(dst + i, RA__NAME(of_i8)(block + 2 + i) * scale);
 }
@@ -3852,9 +3867,17 @@ RA__ISA_STATIC void RA__NAME(store_acc)(const ra__panel *panel, float *dst, int6
  * token 0.28 -> 0.22 ms, f32 four 0.86 -> 0.81, bf16 four 0.82 -> 0.77. */
 #define RA__CHUNK (2 * RA__WIDTH)
 
-/* Elements [d, d + RA__CHUNK) of a row. d: a multiple of RA__CHUNK. Not q8_0. */
+/* Elements [d, d + RA__CHUNK) of a row. d: a multiple of RA__CHUNK. dtype: at most
+ * RA__DECODE_DIRECT. */
 RA__ISA_INLINE void RA__NAME(load_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
                                          int32_t dtype) {
+    if (RA__DECODE_DIRECT == RA_Q8_0 && dtype == RA_Q8_0) {
+        const uint8_t *block = ra__dim_at(row, d, RA_Q8_0), *from = block + 2 + (uint32_t)d % 32;
+        const RA__FLOATS scale = RA__NAME(q8_0_scale)(block);
+        out[0] = RA__NAME(of_i8)(from) * scale;
+        out[1] = RA__NAME(of_i8)(from + RA__WIDTH) * scale;
+        return;
+    }
     RA__UNROLL for (int32_t i = 0; i < 2; i++, d += RA__WIDTH)
         out[i] = RA__NAME(convert)(row + (int64_t)d * (dtype == RA_F32 ? 4 : 2), dtype);
 }
@@ -3930,7 +3953,7 @@ RA__ISA_INLINE void RA__NAME(tile_end)(const ra__near_ahead *x, ra__stream *a, i
 RA__ISA_INLINE void RA__NAME(decode_dots)(const ra__decode_rows *rows, const ra__decode_keys *keys,
                                           int32_t j, float *s, int32_t form) {
     int32_t dim = rows->d->k_dim, dtype = form & 7, level1 = form & RA__DECODE_LEVEL1;
-    const int32_t tile = RA__DECODE_TILE_KEYS * RA__CHUNK * (dtype == RA_F32 ? 4 : 2);
+    const int32_t tile = ra__about_bytes(dtype, RA__DECODE_TILE_KEYS * RA__CHUNK);
     const uint8_t *row[RA__DECODE_TILE_KEYS];
     RA__FLOATS c[4 * RA__DECODE_TILE_KEYS];
     ra__near_ahead ahead = RA__NAME(tile_begin)(keys->streams);
@@ -3993,7 +4016,7 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(decode_row_dots)(const ra__decode_rows *rows,
 RA__ISA_INLINE void RA__NAME(decode_row_scores)(const ra__decode_rows *rows, int32_t n,
                                                 const ra__decode_keys *keys, float *s,
                                                 int32_t dtype) {
-    const int32_t bytes = rows->d->k_dim * (dtype == RA_F32 ? 4 : 2);
+    const int32_t bytes = ra__about_bytes(dtype, rows->d->k_dim);
     RA__FLOATS part[RA__DECODE_HEADS][RA__WIDTH / 4];
     for (int32_t j = 0; j < keys->n; j += 4) {
         const int32_t at = j % RA__WIDTH / 4;
@@ -4046,13 +4069,15 @@ RA__ISA_NOINLINE void RA__NAME(decode_scores_as)(const ra__decode_rows *rows, in
         for (int32_t j = 0; j < keys->n; j += RA__DECODE_TILE_KEYS)
             RA__NAME(decode_dots)(rows, keys, j, s, RA_F16 | RA__DECODE_LEVEL1);
     else if (dtype == RA_F16) RA__NAME(decode_scores_of)(rows, n, keys, s, RA_F16);
-    else RA__NAME(decode_scores_of)(rows, n, keys, s, RA_BF16);
+    else if (dtype == RA_BF16 || RA__DECODE_DIRECT == RA_BF16)
+        RA__NAME(decode_scores_of)(rows, n, keys, s, RA_BF16);
+    else RA__NAME(decode_scores_of)(rows, n, keys, s, RA_Q8_0);
 }
 
 /* The same for all dtypes.
- * PERF: separate code for q8_0 would gain 7 % with 4 rows and 40 % with one (Zen 4, AVX-512 without
- * VNNI), but takes about 7 KB per instruction set. SCALAR converts f16 and q8_0 1.2 to 1.5 times as
- * fast in whole rows as in chunks. */
+ * PERF: separate code for q8_0, which AVX2 has, would gain 7 % with 4 rows and 40 % with one (Zen
+ * 4, AVX-512 without VNNI), but takes about 7 KB per instruction set. SCALAR converts f16 and q8_0
+ * 1.2 to 1.5 times as fast in whole rows as in chunks. */
 RA__ISA_NOINLINE void RA__NAME(decode_scores)(const ra__decode_rows *rows, int32_t n,
                                               const ra__decode_keys *keys, float *s) {
     const int32_t dim = rows->d->k_dim, dtype = rows->d->k_dtype, step = rows->one_row ? 1 : 4;
@@ -4340,10 +4365,11 @@ RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
                                                 const ra__decode_keys *keys, const float *p,
                                                 int32_t d, int32_t nc, int32_t form) {
     int32_t dtype = form & 7, rest = form & RA__DECODE_ANY, level1 = form & RA__DECODE_LEVEL1;
-    const int32_t bytes = nc * RA__CHUNK * (dtype == RA_F32 ? 4 : 2);
+    const int32_t bytes = ra__about_bytes(dtype, nc * RA__CHUNK);
     const int32_t times = !level1 && RA__NAME(decode_defers)(rows) ? 2 : 1;
-    const int32_t base = level1 && !rest ? d : 0;          /* an index per chunk takes registers */
-    const uint8_t *row = keys->v + (int64_t)base * (dtype == RA_F32 ? 4 : 2);
+    /* An index per chunk takes registers. */
+    const int32_t at = !level1 || rest ? d : dtype == RA_Q8_0 ? d & 31 : 0;
+    const uint8_t *row = ra__dim_at(keys->v, d - at, dtype);
     float *to = rows->block_acc + 4 * d;
     RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], v[2 * RA__DECODE_TILE_CHUNKS];
     ra__near_ahead ahead = RA__NAME(tile_begin)(keys->streams);
@@ -4351,7 +4377,7 @@ RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
     for (int32_t j = 0; j < keys->n; j++, row += keys->v_stride, p += 4) {
         if (rest) RA__NAME(load_any_chunk)(v, row, d, rows->d->v_dim, dtype);
         else RA__UNROLL for (int32_t i = 0; i < nc; i++)
-            RA__NAME(load_chunk)(v + 2 * i, row, d - base + i * RA__CHUNK, dtype);
+            RA__NAME(load_chunk)(v + 2 * i, row, at + i * RA__CHUNK, dtype);
         RA__NAME(decode_value_step)(c, v, p, nc, rest ? keys->seen >> 4 * j : ~(uint64_t)0);
         RA__NAME(tile_ahead)(&ahead, keys->streams, j, bytes, times, level1);
     }
@@ -4392,10 +4418,10 @@ RA__ISA_INLINE void RA__NAME(decode_row_tile)(const ra__decode_rows *rows,
                                               const float *p, int32_t d, int32_t nh, int32_t nc,
                                               int32_t form) {
     int32_t dtype = form & 7, rest = form & RA__DECODE_ANY;
-    int32_t bytes = nh * nc * RA__CHUNK * (dtype == RA_F32 ? 4 : 2);
+    int32_t bytes = ra__about_bytes(dtype, nh * nc * RA__CHUNK);
     RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], v[2 * RA__DECODE_ROW_CHUNKS];
     const int64_t stride = keys->v_stride, next = keys->v_head;
-    if (!rest) row += (int64_t)d * (dtype == RA_F32 ? 4 : 2);
+    if (!rest) row = ra__dim_at(row, d, dtype);
     RA__UNROLL for (int32_t h = 0; h < nh; h++)
         RA__NAME(decode_load_sums)(c + 2 * nc * h, rows[h].block_acc + d, 2 * nc, rows[h].has_keys);
     for (int32_t j = 0; j < keys->n; j++, row += stride) {
@@ -4461,7 +4487,9 @@ RA__ISA_NOINLINE void RA__NAME(decode_values_as)(const ra__decode_rows *rows, in
     else if (level1_f16)
         d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_F16 | RA__DECODE_LEVEL1);
     else if (dtype == RA_F16) d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_F16);
-    else d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_BF16);
+    else if (dtype == RA_BF16 || RA__DECODE_DIRECT == RA_BF16)
+        d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_BF16);
+    else d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_Q8_0);
     for (; d < rows->d->v_dim; d += RA__CHUNK) {
         if (!rows->one_row)
             RA__NAME(decode_value_tile)(rows, keys, p, d, 1, dtype | level1 | RA__DECODE_ANY);
@@ -5493,7 +5521,10 @@ RA__ISA_INLINE void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
  * keys, one thread, time: f32 1.0, f16 0.81, bf16 0.84, q8_0 1.03; [Hkv][T][D] 0.82, 0.78, 0.78,
  * 0.95. 64 keys: the same, q8_0 1.1. */
 #define RA__DECODE_MOST        32
-#define RA__DECODE_DIRECT      RA_BF16
+/* PERF: q8_0 converted in registers instead of rows that are copied to L1 first. Zen 3, 32/8 heads
+ * of D 128, 32768 keys, one thread: 15.4 -> 12.5 ms, [Hkv][T][D] 15.4 -> 12.0; one row per kv head,
+ * 8 heads, 1024 keys: 292 -> 181 us. */
+#define RA__DECODE_DIRECT      RA_Q8_0
 #define RA__DECODE_NEAR_FOLD   NULL
 #define RA__MERGE_ROW          ra__merge_row
 
