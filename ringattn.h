@@ -4378,7 +4378,8 @@ RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
         if (rest) RA__NAME(load_any_chunk)(v, row, d, rows->d->v_dim, dtype);
         else RA__UNROLL for (int32_t i = 0; i < nc; i++)
             RA__NAME(load_chunk)(v + 2 * i, row, at + i * RA__CHUNK, dtype);
-        RA__NAME(decode_value_step)(c, v, p, nc, rest ? keys->seen >> 4 * j : ~(uint64_t)0);
+        RA__NAME(decode_value_step)(c, v, p, nc, rest && keys->partial ? keys->seen >> 4 * j :
+                                                 ~(uint64_t)0);
         RA__NAME(tile_ahead)(&ahead, keys->streams, j, bytes, times, level1);
     }
     RA__NAME(tile_end)(&ahead, keys->streams, keys->n, bytes);
