@@ -4,8 +4,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 int64_t hook_asserts, hook_broken, hook_allocations, hook_blocks;
+int64_t hook_now_ns;
 void (*hook_before_lock)(void);
 
 static void hook_assert(int ok, const char *what, int line) {
@@ -35,6 +37,9 @@ static int hook_lock(pthread_mutex_t *lock) {
     return pthread_mutex_lock(lock);
 }
 
+int clock_gettime(int clock, struct timespec *time);
+int hook_gettime(int clock, struct timespec *time);
+
 /* The macros rename the field `free` of ra_allocator too, in this file alone. */
 #define RINGATTN_ASSERT(x) hook_assert((x) ? 1 : 0, #x, __LINE__)
 #define RA__AMX_SOFT
@@ -43,6 +48,7 @@ static int hook_lock(pthread_mutex_t *lock) {
 #define realloc no_realloc
 #define free    hook_free
 #define pthread_mutex_lock hook_lock
+#define clock_gettime hook_gettime
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
 #undef malloc
@@ -50,7 +56,15 @@ static int hook_lock(pthread_mutex_t *lock) {
 #undef realloc
 #undef free
 #undef pthread_mutex_lock
+#undef clock_gettime
 #include "hooks.h"
+
+int hook_gettime(int clock, struct timespec *time) {
+    if (!hook_now_ns) return clock_gettime(clock, time);
+    time->tv_sec = (time_t)(hook_now_ns / 1000000000);
+    time->tv_nsec = (long)(hook_now_ns % 1000000000);
+    return 0;
+}
 
 int64_t hook_runs_meet(const ra_run *a, const ra_run *b) {
     return ra__runs_meet(a, b);

@@ -11,6 +11,9 @@
 extern int64_t hook_asserts, hook_broken;      /* assertions that were evaluated, that failed */
 extern int64_t hook_allocations, hook_blocks;  /* calls of malloc and free; blocks now allocated */
 
+/* The time of the library's clock; 0: that of the system. */
+extern int64_t hook_now_ns;
+
 /* Called once, just before the library next takes a lock; null: not called. */
 extern void (*hook_before_lock)(void);
 

@@ -1244,6 +1244,7 @@ typedef struct cache_world {
     float kv[CACHE_ROWS * CACHE_ROW / 2], q[CACHE_ROWS * CACHE_ROW], o[CACHE_ROWS * CACHE_ROW];
     cache_seat *seat;                  /* [ranks] */
     int ranks, trees, pools, wrong;
+    uint32_t tick_ns;                  /* a step takes less */
 } cache_world;
 
 enum { CACHE_QUERIES, CACHE_OUTPUTS, CACHE_COMPARE };
@@ -1291,6 +1292,7 @@ static void cache_random(cache_world *w) {
     net_config c;
     memset(w, 0, sizeof *w);
     w->ranks = ranks[small_rand(8)];
+    w->tick_ns = small_chance(50) ? 100000 : 1000;     /* polls may wait for 200000 */
     small_net(&c, w->ranks);
     small_net_limits(&c);
     c.told = 1 + (int)small_rand(2);
@@ -1330,6 +1332,7 @@ static void cache_step_all(cache_world *w) {
         if (s->end <= 0) continue;
         w->net->now++;
         w->net->thread = ith;
+        hook_now_ns += small_rand(w->tick_ns);
         if (++idle == STUCK && SOUND(w, w->net->expect_faults))
             for (int i = 0; i < (w->net->c.told == 1 ? 1 : w->ranks); i++)
                 ra_infer_cancel(w->seat[i].c);
@@ -1400,6 +1403,7 @@ static int one_cache(h_rng rng, int faulty, int64_t tally[2]) {
     cache_random(&w);
     if (faulty) cache_fault(&w.net->c.fault, w.ranks);
     w.net->expect_faults = faulty;
+    hook_now_ns = 1000000000;
     cache_open(&w, &one, 0, NULL);
     for (int i = 0; i < w.ranks; i++)
         cache_open(&w, &w.seat[i], i, &w.net->rank[i].transport);
@@ -1415,6 +1419,7 @@ static int one_cache(h_rng rng, int faulty, int64_t tally[2]) {
     tally[1] += w.pools;
     free(w.seat);
     net_destroy(w.net);
+    hook_now_ns = 0;
     return calls;
 }
 
