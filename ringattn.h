@@ -21532,7 +21532,8 @@ struct ra_cache {
     int64_t *all_at, *own_at;          /* [B + 1] first new row of a sequence: of all ranks; here */
     int32_t *all_pos, *own_pos;        /* positions of these rows */
     int32_t *all_row;                  /* their numbers in the sequence, on ranks with the row */
-    int64_t *rank_rows, *rank_from;    /* [ranks] new rows; scratch of ra__cache_rows_of */
+    int64_t *rank_rows, *rank_keys;    /* [ranks] new rows; keys of sequences with new rows */
+    int64_t *rank_from;                /* [ranks] scratch */
     int32_t *joint;                    /* [B] joint sequences from b on; 0: joined to one before */
     int64_t *joint_end;                /* [B] tokens of the longest of them */
     int64_t *slot;                     /* [B] first slot; -1: none */
@@ -21618,12 +21619,16 @@ static int64_t ra__call_tokens(const ra_cache *c, int32_t b) {
     return c->fresh[b] ? c->cached[b] + c->fresh[b] : 0;
 }
 
-/* Keys that a rank holds of a sequence of `tokens` tokens. */
+/* Positions of a round, a run of each lane, that belong to a rank. */
+static int64_t ra__rank_round(const ra_cache *c, int32_t rank) {
+    return RA__LANE_BLOCK * (int64_t)(c->lane_first[rank + 1] - c->lane_first[rank]);
+}
+
+/* Keys that a rank holds of a sequence of `tokens` tokens: of whole rounds, and of the last. */
 static int64_t ra__rank_keys(const ra_cache *c, int32_t rank, int64_t tokens) {
-    int64_t n = 0;
-    for (int32_t l = c->lane_first[rank]; l < c->lane_first[rank + 1]; l++)
-        n += ra__lane_keys(c, l, tokens);
-    return n;
+    const int64_t round = RA__LANE_BLOCK * (int64_t)c->lanes, most = ra__rank_round(c, rank);
+    const int64_t rest = tokens % round - RA__LANE_BLOCK * (int64_t)c->lane_first[rank];
+    return tokens / round * most + ra__max(0, ra__min(rest, most));
 }
 
 RINGATTN_API int64_t ra_cache_rows(const ra_cache *c) {
@@ -21922,6 +21927,7 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
     c->own_pos = (int32_t *)ra__carve(a, c->most_rows * 4);
     c->all_row = (int32_t *)ra__carve(a, c->most_rows * 4);
     c->rank_rows = (int64_t *)ra__carve(a, c->ranks * 8);
+    c->rank_keys = (int64_t *)ra__carve(a, c->ranks * 8);
     c->rank_from = (int64_t *)ra__carve(a, c->ranks * 8);
     c->peer = (ra_cache **)ra__carve(a, c->ranks * (int64_t)sizeof(ra_cache *));
     c->joint = (int32_t *)ra__carve(a, b * 4);
@@ -22256,12 +22262,28 @@ static int64_t ra__cache_longest(const ra_cache *c) {
     return most;
 }
 
-/* Bytes of a rank's message of keys: K of all rows, then V. *rows: their number. */
-static int64_t ra__keys_length(const ra_cache *c, int32_t rank, int64_t *rows) {
-    *rows = 0;
-    for (int32_t b = 0; b < c->d.sequences; b++)
-        *rows += ra__rank_keys(c, rank, ra__call_tokens(c, b));
-    return RA__FRAME_BYTES + ra__round_up(*rows * ra__key_bytes(&c->d), 64) + 64;
+/* Sets rank_keys. The last round of a sequence ends in a lane. The rank of that lane holds a part
+ * of the round, and the ranks before it hold all that is theirs. */
+static void ra__cache_count_keys(ra_cache *c) {
+    int64_t rounds = 0;
+    memset(c->rank_keys, 0, (size_t)c->ranks * sizeof *c->rank_keys);
+    memset(c->rank_from, 0, (size_t)c->ranks * sizeof *c->rank_from);
+    for (int32_t b = 0; b < c->d.sequences; b++) {
+        const int64_t tokens = ra__call_tokens(c, b), blocks = tokens / RA__LANE_BLOCK;
+        const int32_t lane = (int32_t)(blocks % c->lanes), r = c->lane_owner[lane];
+        rounds += blocks / c->lanes;
+        c->rank_from[r]++;             /* sequences that end on r */
+        c->rank_keys[r] += (lane - c->lane_first[r]) * RA__LANE_BLOCK + tokens % RA__LANE_BLOCK;
+    }
+    for (int32_t r = c->ranks - 1; r >= 0; r--) {
+        c->rank_keys[r] += rounds * ra__rank_round(c, r);
+        rounds += c->rank_from[r];
+    }
+}
+
+/* Bytes of a rank's message of keys: K of all rows, then V. */
+static int64_t ra__keys_length(const ra_cache *c, int32_t rank) {
+    return RA__FRAME_BYTES + ra__round_up(c->rank_keys[rank] * ra__key_bytes(&c->d), 64) + 64;
 }
 
 /* 1: a sequence takes the form of decoding. */
@@ -22327,16 +22349,16 @@ static int ra__travel_count(const ra_cache *c, ra__travel_cost *x) {
         const double partials_in = mine * (c->tree_first[c->ranks] - trees) * partial;
         const double in = queries_in + partials_in;
         const double out = queries_out + (x->rows - mine) * trees * partial;
-        int64_t keys, bytes = ra__keys_length(c, r, &keys);
-        if (!c->shared && bytes > ra__keys_limit(c)) return 0;
-        x->keys += (double)keys;
+        const double keys = (double)c->rank_keys[r];
+        if (!c->shared && ra__keys_length(c, r) > ra__keys_limit(c)) return 0;
+        x->keys += keys;
         x->query_bytes = ra__larger(x->query_bytes, ra__larger(in, out));
-        x->key_bytes = ra__larger(x->key_bytes, (double)keys * k * (takers - (mine > 0)));
-        x->most_keys = ra__larger(x->most_keys, (double)keys);
+        x->key_bytes = ra__larger(x->key_bytes, keys * k * (takers - (mine > 0)));
+        x->most_keys = ra__larger(x->most_keys, keys);
         x->stages += keys > 0;
         if (mine <= x->most_rows) continue;
         x->most_rows = mine;
-        own_keys = (double)keys;
+        own_keys = keys;
     }
     x->stages -= own_keys > 0;
     x->key_bytes = ra__larger(x->key_bytes, (x->keys - own_keys) * k);
@@ -22527,11 +22549,10 @@ static void ra__pool_swaps(ra_cache *c) {
  * before come here. */
 static void ra__keys_swap(ra_cache *c, int32_t s) {
     const int32_t to = (c->rank + s) % c->ranks, from = (c->rank + c->ranks - s) % c->ranks;
-    int64_t rows;
-    ra__swap_message out = { c->kv_send, ra__keys_length(c, c->rank, &rows), 0 };
-    if (!rows || !c->rank_rows[to]) out.len = 0;
-    ra__swap_message in = { c->kv_recv[s % 2], ra__keys_length(c, from, &rows), s > 2 ? s - 1 : 0 };
-    if (!rows || !c->own_rows) in.len = 0;
+    ra__swap_message out = { c->kv_send, ra__keys_length(c, c->rank), 0 };
+    ra__swap_message in = { c->kv_recv[s % 2], ra__keys_length(c, from), s > 2 ? s - 1 : 0 };
+    if (!c->rank_keys[c->rank] || !c->rank_rows[to]) out.len = 0;
+    if (!c->rank_keys[from] || !c->own_rows) in.len = 0;
     ra__swap_add(c, RA__FRAME_KV, s, &out, &in);
 }
 
@@ -22783,6 +22804,7 @@ static void ra__cache_set_counts(ra_cache *c, const int64_t *cached, const int64
     memcpy(c->cached, cached, (size_t)c->d.sequences * sizeof *cached);
     memcpy(c->fresh, fresh, (size_t)c->d.sequences * sizeof *fresh);
     ra__cache_rows_of(c);
+    ra__cache_count_keys(c);
     c->travel = ra__cache_travel(c);
     c->steps = c->travel == RA_INFER_MERGE ? ra__merge_steps(c) : 0;
     c->pooled = c->ranks == 1 || (c->shared && c->travel == RA_INFER_PASS_KV);
@@ -22813,7 +22835,6 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     ra__view kv[2];
     ra__extent extent[RA__TENSOR_LSE + 1];
     ra__row_counts rows;
-    int64_t n;
     ra_status s = ra__cache_check_counts(c, cached, fresh);
     if (s) return s;
     if (!t) return ra__refuse(e, RA_E_NULL, "t", "is required", 0);
@@ -22825,11 +22846,11 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
                           "entries of t.pages.table", 0);
     ra__cache_set_counts(c, cached, fresh);
     for (int32_t r = 0; r < c->ranks && c->travel == RA_INFER_PASS_KV && !c->pooled; r++)
-        if (ra__keys_length(c, r, &n) > (int64_t)c->tp.max_msg)
+        if (ra__keys_length(c, r) > (int64_t)c->tp.max_msg)
             return ra__refuse_pair(e, RA_E_TRANSPORT, "transport.max_msg",
                                    "# is less than the bytes of @ rows of keys, which "
                                    "RA_INFER_PASS_KV sends in one message: take RA_INFER_AUTO",
-                                   (int64_t)c->tp.max_msg, n);
+                                   (int64_t)c->tp.max_msg, c->rank_keys[r]);
     memset(&w, 0, sizeof w);
     rows.q = ra__cache_longest(c);
     rows.k = ra_cache_rows(c);
@@ -22998,8 +23019,7 @@ static void ra__cache_pack_keys(ra_cache *c) {
     const ra_desc *d = &c->d;
     const int64_t k = ra__row_bytes(d->k_dtype, d->k_dim), v = ra__row_bytes(d->v_dtype, d->v_dim);
     uint8_t *to = c->kv_send + RA__FRAME_BYTES;
-    int64_t all, length = ra__keys_length(c, c->rank, &all);
-    uint8_t *values = to + ra__round_up(all * d->kv_heads * k, 64);
+    uint8_t *values = to + ra__round_up(c->rank_keys[c->rank] * d->kv_heads * k, 64);
     for (int32_t b = 0; b < d->sequences; b++)
         for (int32_t l = c->lane_first[c->rank]; l < c->lane_first[c->rank + 1]; l++) {
             const int64_t row = (l - c->lane_first[c->rank]) * c->lane_rows;
@@ -23010,7 +23030,7 @@ static void ra__cache_pack_keys(ra_cache *c) {
             ra__cache_pack_lane(c, values, c->v, b, row, n, d->kv_heads, v);
             values += n * d->kv_heads * v;
         }
-    ra__cache_put_frame(c, c->kv_send, RA__FRAME_KV, length);
+    ra__cache_put_frame(c, c->kv_send, RA__FRAME_KV, ra__keys_length(c, c->rank));
 }
 
 /* Copies the queries of a rank to their places among all rows. */
