@@ -21534,6 +21534,8 @@ struct ra_cache {
     int32_t *all_row;                  /* their numbers in the sequence, on ranks with the row */
     int64_t *rank_rows, *rank_keys;    /* [ranks] new rows; keys of sequences with new rows */
     int64_t *rank_from;                /* [ranks] scratch */
+    int64_t *rank_at;                  /* [ranks + 1] first entry of a rank in: */
+    int32_t *rank_row;                 /* OWN: new rows of all ranks, rank by rank */
     int32_t *joint;                    /* [B] joint sequences from b on; 0: joined to one before */
     int64_t *joint_end;                /* [B] tokens of the longest of them */
     int64_t *slot;                     /* [B] first slot; -1: none */
@@ -21929,6 +21931,9 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
     c->rank_rows = (int64_t *)ra__carve(a, c->ranks * 8);
     c->rank_keys = (int64_t *)ra__carve(a, c->ranks * 8);
     c->rank_from = (int64_t *)ra__carve(a, c->ranks * 8);
+    c->rank_at = (int64_t *)ra__carve(a, ((int64_t)c->ranks + 1) * 8);
+    if (c->cd.queries == RA_QUERIES_OWN)
+        c->rank_row = (int32_t *)ra__carve(a, c->most_rows * 4);
     c->peer = (ra_cache **)ra__carve(a, c->ranks * (int64_t)sizeof(ra_cache *));
     c->joint = (int32_t *)ra__carve(a, b * 4);
     c->joint_end = (int64_t *)ra__carve(a, b * 8);
@@ -22232,26 +22237,46 @@ static ra_status ra__cache_check_counts(ra_cache *c, const int64_t *cached, cons
     return RA_OK;
 }
 
+/* The rank that stores the keys of row i of the call. */
+static int32_t ra__row_owner(const ra_cache *c, int64_t i) {
+    return c->lane_owner[ra__lane_of(c, c->all_pos[i])];
+}
+
+/* Lists the new rows of each rank. */
+static void ra__cache_rows_by_rank(ra_cache *c) {
+    c->rank_at[0] = 0;
+    for (int32_t r = 0; r < c->ranks; r++) {
+        c->rank_from[r] = c->rank_at[r];
+        c->rank_at[r + 1] = c->rank_at[r] + c->rank_rows[r];
+    }
+    for (int64_t i = 0; i < c->rows; i++)
+        c->rank_row[c->rank_from[ra__row_owner(c, i)]++] = (int32_t)i;
+}
+
 /* Lists the new rows of all ranks and those of this one. */
 static void ra__cache_rows_of(ra_cache *c) {
+    const int every = c->cd.queries == RA_QUERIES_ALL;
     int64_t all = 0, own = 0;
     memset(c->rank_rows, 0, (size_t)c->ranks * sizeof *c->rank_rows);
     for (int32_t b = 0; b < c->d.sequences; b++) {
-        memcpy(c->rank_from, c->rank_rows, (size_t)c->ranks * sizeof *c->rank_from);
         c->all_at[b] = all;
         c->own_at[b] = own;
         for (int64_t i = 0; i < c->fresh[b]; i++) {
             const int64_t p = c->cached[b] + i;
             const int32_t r = c->lane_owner[ra__lane_of(c, p)];
-            c->all_row[all] = (int32_t)(c->cd.queries == RA_QUERIES_ALL
-                                            ? i : c->rank_rows[r] - c->rank_from[r]);
+            c->all_row[all] = (int32_t)i;
+            if (i && !every)           /* a run of a lane goes on, or another begins */
+                c->all_row[all] = p % RA__LANE_BLOCK ? c->all_row[all - 1] + 1
+                                                     : (int32_t)(ra__rank_keys(c, r, p) -
+                                                                 ra__rank_keys(c, r, c->cached[b]));
             c->all_pos[all++] = (int32_t)p;
             c->rank_rows[r]++;
-            if (r == c->rank || c->cd.queries == RA_QUERIES_ALL) c->own_pos[own++] = (int32_t)p;
+            if (r == c->rank || every) c->own_pos[own++] = (int32_t)p;
         }
     }
     c->all_at[c->d.sequences] = c->rows = all;
     c->own_at[c->d.sequences] = c->own_rows = own;
+    if (!every) ra__cache_rows_by_rank(c);
 }
 
 /* The most rows that a sequence has on this rank. */
@@ -22554,11 +22579,6 @@ static void ra__keys_swap(ra_cache *c, int32_t s) {
     if (!c->rank_keys[c->rank] || !c->rank_rows[to]) out.len = 0;
     if (!c->rank_keys[from] || !c->own_rows) in.len = 0;
     ra__swap_add(c, RA__FRAME_KV, s, &out, &in);
-}
-
-/* The rank that stores the keys of row i of the call. */
-static int32_t ra__row_owner(const ra_cache *c, int64_t i) {
-    return c->lane_owner[ra__lane_of(c, c->all_pos[i])];
 }
 
 /* 1: a rank gets the outputs of row i of the call. */
@@ -23036,11 +23056,8 @@ static void ra__cache_pack_keys(ra_cache *c) {
 /* Copies the queries of a rank to their places among all rows. */
 static void ra__cache_place_q(ra_cache *c, int32_t rank, const uint8_t *from) {
     const int64_t row = ra__query_bytes(&c->d);
-    for (int64_t i = 0; i < c->rows; i++) {
-        if (ra__row_owner(c, i) != rank) continue;
-        memcpy(c->q_all + i * row, from, (size_t)row);
-        from += row;
-    }
+    for (int64_t i = c->rank_at[rank]; i < c->rank_at[rank + 1]; i++, from += row)
+        memcpy(c->q_all + c->rank_row[i] * row, from, (size_t)row);
 }
 
 /* A head row, and those of its row after it, in the partial results of a subtree. */
@@ -23074,13 +23091,11 @@ static ra__partials ra__result_of(const ra_cache *c, int32_t rank) {
 /* Copies the partial results of a rank's rows from those of all rows. */
 static void ra__cache_pack_partial(const ra_cache *c, int32_t rank, ra__partials to) {
     const int64_t heads = c->d.q_heads;
-    for (int32_t s = 0; s < ra__rank_trees(c, c->rank); s++) {
-        int64_t n = 0;
-        for (int64_t i = 0; i < c->rows; i++)
-            if (ra__row_owner(c, i) == rank)
-                ra__partial_copy(c, ra__tree_partial(c, to, s, heads * n++),
-                                 ra__tree_partial(c, ra__partials_here(c), s, i * heads), heads);
-    }
+    const int32_t *row = c->rank_row + c->rank_at[rank];
+    for (int32_t s = 0; s < ra__rank_trees(c, c->rank); s++)
+        for (int64_t i = 0; i < c->rank_rows[rank]; i++)
+            ra__partial_copy(c, ra__tree_partial(c, to, s, i * heads),
+                             ra__tree_partial(c, ra__partials_here(c), s, row[i] * heads), heads);
 }
 
 /* MERGE: packs the partial results of the shares of the other ranks. */
