@@ -22840,6 +22840,13 @@ static void ra__cache_set_counts(ra_cache *c, const int64_t *cached, const int64
     if (c->pooled) ra__pool_cut(c);
 }
 
+/* As ra__hash, count by count. Lists that differ in one count differ in their hashes too, because
+ * each step is a bijection. */
+static uint64_t ra__hash_counts(uint64_t h, const int64_t *counts, int64_t n) {
+    for (int64_t i = 0; i < n; i++) h = (h ^ (uint64_t)counts[i]) * 1099511628211u;
+    return h;
+}
+
 /* Hashes what ranks must agree on in a call. */
 static void ra__cache_agree_call(ra_cache *c) {
     ra__agreed a = c->agreed;
@@ -22848,8 +22855,8 @@ static void ra__cache_agree_call(ra_cache *c) {
         *scores = ra__hash_array(*scores, c->t.alibi, c->d.q_heads, 4);
     if (c->d.scores & RA_SCORE_SINKS)
         *scores = ra__hash_array(*scores, c->t.sinks, c->d.q_heads, 4);
-    c->hash = ra__hash_array(RA__HASH_START, c->cached, c->d.sequences, 8);
-    c->hash = ra__hash_array(c->hash, c->fresh, c->d.sequences, 8);
+    c->hash = ra__hash_counts(RA__HASH_START, c->cached, c->d.sequences);
+    c->hash = ra__hash_counts(c->hash, c->fresh, c->d.sequences);
     c->topics = ra__agreed_bytes(&a) | ra__hash_byte(c->hash) << 8 * RA__AGREE_TOPICS;
     c->hash = ra__hash(c->hash, &a, sizeof a);
 }
