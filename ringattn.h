@@ -21542,7 +21542,7 @@ struct ra_cache {
     int64_t *slot_done;                /* [B] atomic: spans that are done */
     int64_t *portion_at;               /* [B + 1] first portion of a sequence in the open stage */
     int32_t sharers;                   /* threads per sequence of the call */
-    int64_t *key_row;                  /* [B][lanes] of received keys */
+    int64_t *key_row;                  /* of ra__key_rows */
     uint8_t **result;                  /* [ranks] frame, then that rank's partial results of the
                                         * rows, or the share, of this one. MERGE: this rank's has
                                         * the sums of its rows */
@@ -21723,6 +21723,9 @@ static void ra__lane_tables(ra_cache *c) {
         n += ra__subtrees(c, r, 0, c->lanes, c->tree + n);
     }
     c->tree_first[c->ranks] = n;
+}
+
+static void ra__lane_positions(ra_cache *c) {
     for (int32_t l = 0; c->lanes > 1 && l < c->lanes; l++)
         for (int64_t i = 0; i < c->lane_rows; i++)
             c->pos[l * c->lane_rows + i] =
@@ -21896,6 +21899,7 @@ static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
     c->q_all = (uint8_t *)ra__carve(a, c->most_rows * q);
     if (c->shared || !keys) return;
     c->most_keys = ra__keys_most(c);
+    c->key_row = (int64_t *)ra__carve(a, c->d.sequences * ra__most_rank_lanes(c) * 8);
     c->kv_send = ra__carve_aligned(a, RA__FRAME_BYTES + 64 + c->most_keys, align);
     for (int i = 0; i < 2; i++)
         c->kv_recv[i] = ra__carve_aligned(a, RA__FRAME_BYTES + 64 + c->most_keys, align);
@@ -21916,11 +21920,11 @@ static void ra__cache_carve_tables(ra__arena *a, ra_cache *c) {
     c->lane_owner = (int32_t *)ra__carve(a, c->lanes * 4);
     c->tree_first = (int32_t *)ra__carve(a, (c->ranks + 1) * 4);
     c->tree = (ra__subtree *)ra__carve(a, c->lanes * (int64_t)sizeof(ra__subtree));
-    c->pos = c->lanes > 1 ? (int32_t *)ra__carve(a, c->lanes * c->lane_rows * 4) : NULL;
 }
 
 static void ra__cache_carve(ra__arena *a, ra_cache *c) {
     const int64_t b = c->d.sequences, swaps = 3 * ((int64_t)c->ranks - 1);
+    c->pos = c->lanes > 1 ? (int32_t *)ra__carve(a, c->lanes * c->lane_rows * 4) : NULL;
     c->cached = (int64_t *)ra__carve(a, b * 8);
     c->fresh = (int64_t *)ra__carve(a, b * 8);
     c->all_at = (int64_t *)ra__carve(a, (b + 1) * 8);
@@ -21940,7 +21944,6 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
     c->slot = (int64_t *)ra__carve(a, b * 8);
     c->slot_done = (int64_t *)ra__carve(a, b * 8);
     c->portion_at = (int64_t *)ra__carve(a, (b + 1) * 8);
-    c->key_row = (int64_t *)ra__carve(a, b * c->lanes * 8);
     c->result = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
     c->q_recv = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
     c->partial_send = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
@@ -22192,6 +22195,7 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     ra__cache_carve_tables(&a, &c);
     ra__lane_tables(&c);
     ra__cache_carve(&a, &c);
+    ra__lane_positions(&c);
     c.d.layout.weights = NULL;         /* the tables have them */
     if (!c.cd.watchdog_ns) c.cd.watchdog_ns = RA__QUIET_NS;
     if (!c.cd.quiesce_ns) c.cd.quiesce_ns = RA__QUIET_NS / 2;
@@ -23459,7 +23463,8 @@ static const ra_cache *ra__lane_holder(const ra_cache *c, int32_t lane) {
 static int64_t ra__lane_begin(const ra_cache *c, int32_t b, int32_t lane) {
     const int32_t rank = c->pooled ? c->lane_owner[lane] : c->keys.rank;
     const int32_t local = lane - c->lane_first[rank];
-    return c->keys.row ? c->keys.row[b * c->lanes + local] : local * c->lane_rows;
+    const int64_t lanes = c->keys.last - c->keys.first;
+    return c->keys.row ? c->keys.row[b * lanes + local] : local * c->lane_rows;
 }
 
 /* Sets K and V of a call: rows of a lane from `row` on, from KV head `head` on. */
@@ -24062,10 +24067,10 @@ static void ra__cache_pack_all(ra_cache *c) {
 /* Sets c->keys to the keys of a rank in a message that it sent. */
 static void ra__cache_keys_of(ra_cache *c, int32_t rank, const uint8_t *message) {
     const ra_desc *d = &c->d;
-    int64_t rows = 0;
+    int64_t rows = 0, *row = c->key_row;
     for (int32_t b = 0; b < d->sequences; b++)
         for (int32_t l = c->lane_first[rank]; l < c->lane_first[rank + 1]; l++) {
-            c->key_row[b * c->lanes + l - c->lane_first[rank]] = rows;
+            *row++ = rows;
             rows += ra__lane_keys(c, l, ra__call_tokens(c, b));
         }
     c->keys.row = c->key_row;
