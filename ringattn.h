@@ -21547,6 +21547,7 @@ struct ra_cache {
                                         * rows, or the share, of this one. MERGE: this rank's has
                                         * the sums of its rows */
     uint8_t *q_send, **q_recv, *q_all; /* messages of queries, by rank; queries of all ranks */
+    uint8_t *q_in, *partial_to;        /* memory of all q_recv, and of all partial_send */
     uint8_t *kv_send, *kv_recv[2];     /* messages of keys */
     uint8_t *partial_out, **partial_send;  /* partial results of all rows; messages, by rank */
     int64_t merge_rows;                /* most rows of a call of MERGE; 0: no call is one */
@@ -21871,25 +21872,26 @@ static void ra__cache_carve_sums(ra__arena *a, ra_cache *c, int64_t align) {
 static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
     const int64_t align = ra__max(64, (int64_t)c->tp.align), q = ra__query_bytes(&c->d);
     const int64_t own = ra__own_most(c, c->rank), heads = c->d.q_heads, share = ra__share_most(c);
-    const int64_t trees = ra__rank_trees(c, c->rank);
+    const int64_t trees = ra__rank_trees(c, c->rank), slack = c->ranks * (RA__FRAME_BYTES + align);
     const int moves = c->ranks > 1 && c->cd.queries == RA_QUERIES_OWN;
     const int keys = c->cd.travel == RA_INFER_AUTO || c->cd.travel == RA_INFER_PASS_KV;
+    int64_t rows = 0;                  /* of the other ranks, together */
     for (int32_t r = 0; r < c->ranks && c->ranks > 1; r++) {
-        const int64_t rows = ra__own_most(c, r), head_rows = ra__max(moves * rows * heads, share);
-        uint8_t *recv = NULL, *send = NULL, *result = ra__carve_aligned(
+        uint8_t *result = ra__carve_aligned(
             a, ra__sums_message(&c->d, ra__max(own * heads, share), ra__rank_trees(c, r)), align);
-        if (moves && r != c->rank) recv = ra__carve_aligned(a, RA__FRAME_BYTES + rows * q, align);
-        if (head_rows && r != c->rank)
-            send = ra__carve_aligned(a, ra__sums_message(&c->d, head_rows, trees), align);
-        if (!a->base) continue;
-        c->result[r] = result;
-        c->q_recv[r] = recv;
-        c->partial_send[r] = send;
+        if (a->base) c->result[r] = result;
+        if (moves && r != c->rank) rows += ra__own_most(c, r);
     }
+    rows = ra__min(rows, c->most_rows);
     ra__cache_carve_sums(a, c, align);
-    if (moves || c->merge_rows)
+    if (moves || c->merge_rows) {
+        const int64_t head_rows = ra__max(rows * heads, (c->ranks - 1) * share);
         c->partial_out = ra__carve_aligned(a, ra__sums_message(&c->d, c->most_rows * heads,
                                                                 trees), align);
+        c->partial_to = ra__carve_aligned(a, ra__sums_message(&c->d, head_rows, trees) + slack,
+                                          align);
+    }
+    if (moves) c->q_in = ra__carve_aligned(a, rows * q + slack, align);
     if (c->ranks > 1 && keys) {
         c->note_bytes = ra__round_up(RA__NOTE_BYTES, align);
         c->notes = ra__carve_aligned(a, c->note_bytes * 2 * ((int64_t)c->ranks + 1), align);
@@ -22676,6 +22678,23 @@ static void ra__merge_swaps(ra_cache *c) {
     c->stages = 3;
 }
 
+/* Places the queries that come from each rank, and the partial results that go to it. How many they
+ * are changes from call to call, but together they are those of the rows of the call. */
+static void ra__cache_place_messages(ra_cache *c) {
+    const int64_t align = (int64_t)c->tp.align, row = ra__query_bytes(&c->d);
+    uint8_t *in = c->q_in, *to = c->partial_to;
+    for (int32_t r = 0; r < c->ranks && to; r++) {
+        const int64_t rows = c->rank_rows[r];
+        if (r == c->rank) continue;
+        const int64_t head_rows = c->travel == RA_INFER_MERGE ? ra__share_size(c, r)
+                                                              : rows * c->d.q_heads;
+        c->q_recv[r] = in;
+        c->partial_send[r] = to;
+        if (in) in += ra__round_up(ra__rows_message(rows, row), align);
+        to += ra__round_up(ra__partial_length(c, c->rank, head_rows), align);
+    }
+}
+
 /* The messages of a call, in the same order on all ranks: swap i of a rank meets swap i of its
  * peers. */
 static void ra__cache_swaps(ra_cache *c) {
@@ -22687,6 +22706,7 @@ static void ra__cache_swaps(ra_cache *c) {
         ra__pool_swaps(c);
         return;
     }
+    ra__cache_place_messages(c);
     for (int32_t s = 1; s < c->ranks && own; s++) {
         const int32_t from = (c->rank + c->ranks - s) % c->ranks;
         const ra__swap_message out = { c->q_send, ra__rows_message(rows[c->rank], row), 0 };
