@@ -1432,6 +1432,59 @@ TEST(caches) {
            (long long)tally[0], (long long)tally[1]);
 }
 
+static int (*poll_of_world)(void *ctx, ra_transport_op *const *ops, int n);
+static int64_t polls;
+static int counted_poll(void *ctx, ra_transport_op *const *ops, int n) {
+    polls++;
+    return poll_of_world(ctx, ops, n);
+}
+
+/* Polls of two ranks that decode a token of each of 40 sequences, one a step, which takes so long
+ * on the library's clock. */
+static int64_t polls_of_call(int64_t step_ns) {
+    enum { B = 40, KV = 64 };
+    static float kv[B * KV * CACHE_ROW / 2], q[B * CACHE_ROW], o[2][B * CACHE_ROW];
+    int64_t cached[B], fresh[B];
+    ra_world *both = hook_world(2);
+    ra_cache *c[2] = { NULL, NULL };
+    ra_status end[2] = { RA_WAIT, RA_WAIT };
+    hook_now_ns = 1000000000;
+    polls = 0;
+    for (int b = 0; b < B; b++) {
+        cached[b] = KV - 1;
+        fresh[b] = 1;
+    }
+    for (int r = 0; r < 2; r++) {
+        ra_desc d = ra_desc_make(4, 2, CACHE_DIM, RA_F32, RA_MASK_CAUSAL);
+        ra_transport tp = *ra_world_transport(both, r);
+        ra_cache_desc cd = { 0 };
+        ra_tensors t = { 0 };
+        poll_of_world = tp.poll;
+        tp.poll = counted_poll;
+        tp.caps &= ~(uint32_t)RA_CAP_SHARED;
+        d.sequences = B;
+        d.tokens = 1;
+        d.kv_tokens = KV;
+        d.ranks = 2;
+        d.rank = r;
+        cd.queries = RA_QUERIES_ALL;
+        t.q.data = q; t.k.data = kv; t.v.data = kv; t.o.data = o[r];
+        CHECK_EQ(ra_cache_create(&c[r], &d, &tp, &cd), RA_OK);
+        CHECK_EQ(ra_infer_begin(c[r], &t, cached, fresh, 0), RA_OK);
+    }
+    for (int i = 0; end[0] > 0 || end[1] > 0; i++, hook_now_ns += step_ns)
+        if (end[i % 2] > 0) end[i % 2] = ra_infer_step(c[i % 2], 0);
+    for (int r = 0; r < 2; r++) CHECK(!end[r] && !ra_cache_destroy(c[r]));
+    ra_world_destroy(both);
+    hook_now_ns = 0;
+    return polls;
+}
+
+TEST(caches_poll_between_portions) {
+    CHECK(polls_of_call(1000) <= 24);
+    CHECK(polls_of_call(1000000) >= 2 * 40);
+}
+
 /* -------------------------------------------------------------------------- seeds */
 
 /* What a seed means depends only on the seed. Returns 1 if something was wrong. */
@@ -1520,7 +1573,8 @@ int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(worlds), ENTRY(shared_few_ops), ENTRY(faults), ENTRY(silence), ENTRY(cancel),
         ENTRY(notified_deaths), ENTRY(differences),
-        ENTRY(differing_routes), ENTRY(checksums), ENTRY(caches), ENTRY(seeds), ENTRY(statuses),
+        ENTRY(differing_routes), ENTRY(checksums), ENTRY(caches),
+        ENTRY(caches_poll_between_portions), ENTRY(seeds), ENTRY(statuses),
     };
 #if defined(M_MMAP_THRESHOLD)
     /* Worlds come and go: their memory need not go back to the system each time. */
