@@ -8,19 +8,20 @@
 #include "tests/harness.h"
 
 enum { RANKS = 3, HEADS = 1, DIM = 8, TOKENS = 256, ROW = HEADS * DIM, OPS = 8, CHANNELS = 2,
-       WORKSPACE = 1 << 16, DEPTH = 4096, SLOTS = 1 << 22 };
+       WORKSPACE = 1 << 16, DEPTH = 4096, SLOTS = 1 << 22, BLOCK = 1024 };
 
 /* What a rank does next; CALM leaves the network alone. */
 enum { CALM, RECEIVES_ONLY, TELLS_NOTHING, CANCELS, WAYS };
 
 typedef struct flow { ra_transport_op *op[OPS]; int64_t n; } flow;
 
-/* All that changes. It never moves, because rings have pointers into it. */
+/* All that changes. It never moves, because rings have pointers into it. In blocks, most of which a
+ * step leaves as they are. The workspaces of ranks that there are not stand at the end. */
 typedef struct world {
     flow queue[2][RANKS][RANKS][CHANNELS]; /* sends, receives: [from][to] */
     int64_t aborted, over[RANKS], end[RANKS];
     float o[RANKS][TOKENS * ROW];
-    uint8_t workspace[RANKS][WORKSPACE] __attribute__((aligned(64)));
+    uint8_t workspace[RANKS][WORKSPACE] __attribute__((aligned(BLOCK)));
 } world;
 
 typedef struct seat { int rank; ra_transport t; ra_ring *ring; ra_plan *plan; } seat;
@@ -159,23 +160,63 @@ static void open_seat(const shape *x, int rank) {
 }
 
 /* -------------------------------------------------------------------------- all states */
+enum { BLOCKS = sizeof(world) / BLOCK };
+
+/* A state on the way to the state at hand. */
+typedef struct frame {
+    int next, calm;                    /* the next choice; a calm step has changed something */
+    uint64_t hash;
+    world *at;
+} frame;
+
 static uint64_t seen[SLOTS];
 static int64_t states, ends, cancelled;
+static int changed[BLOCKS], changes;   /* blocks of the state at hand that the last step changed */
 
-/* 1: this state is new. */
-static int is_new(void) {
-    const uint8_t *p = (const uint8_t *)&now;
-    uint64_t h = 1, at, word;
-    for (size_t i = 0; i < sizeof now; i += sizeof word) {
-        memcpy(&word, p + i, sizeof word);
-        h = (h ^ word) * 0x9E3779B97F4A7C15u;
-        h ^= h >> 29;
-    }
+/* 1: a state with this hash is new. */
+static int is_new(uint64_t h) {
+    uint64_t at;
     h |= !h;
     for (at = h % SLOTS; seen[at]; at = (at + 1) % SLOTS) if (seen[at] == h) return 0;
     if (!CHECK(++states < SLOTS * 3 / 4)) return 0;
     seen[at] = h;
     return 1;
+}
+
+static uint64_t hash_of(const world *x, int block) {
+    const uint8_t *p = (const uint8_t *)x + block * BLOCK;
+    uint64_t h = (uint64_t)block + 1, word;
+    for (size_t i = 0; i < BLOCK; i += sizeof word) {
+        memcpy(&word, p + i, sizeof word);
+        h = (h ^ word) * 0x9E3779B97F4A7C15u;
+        h ^= h >> 29;
+    }
+    return h;
+}
+
+static int blocks_of(const shape *x) {
+    return (int)((offsetof(world, workspace) + (size_t)x->ranks * WORKSPACE) / BLOCK);
+}
+
+/* The hash of the state at hand, the sum of those of its blocks. One step leads to it from f. */
+static uint64_t hash_after(const frame *f, int blocks) {
+    const uint8_t *a = (const uint8_t *)&now, *b = (const uint8_t *)f->at;
+    uint64_t h = f->hash;
+    changes = 0;
+    for (int i = 0; i < blocks; i++) {
+        if (!memcmp(a + i * BLOCK, b + i * BLOCK, BLOCK)) continue;
+        h += hash_of(&now, i) - hash_of(f->at, i);
+        changed[changes++] = i;
+    }
+    return h;
+}
+
+/* Undoes that step. */
+static void go_back(const frame *f) {
+    while (changes) {
+        const int at = changed[--changes] * BLOCK;
+        memcpy((uint8_t *)&now + at, (const uint8_t *)f->at + at, BLOCK);
+    }
 }
 
 static void step(int rank) {
@@ -221,26 +262,31 @@ static int choose(const shape *x, int i) {
 
 /* Visits what follows the state at hand, depth first. */
 static void visit_all(const shape *x) {
-    typedef struct frame { int next, calm; world *at; } frame;
     static frame stack[DEPTH];
+    const int blocks = blocks_of(x);
+    uint64_t h = 0;
     int depth = 0;
-    (void)is_new();
+    for (int i = 0; i < blocks; i++) h += hash_of(&now, i);
+    (void)is_new(h);
     for (;;) {
         frame *f = &stack[depth];
         if (!f->at) f->at = (world *)malloc(sizeof now);
-        memcpy(f->at, &now, sizeof now);
-        f->next = f->calm = 0;
+        memcpy(f->at, &now, (size_t)blocks * BLOCK);
+        f->next = f->calm = changes = 0;
+        f->hash = h;
         while (depth >= 0) {           /* the next new state, from the deepest that has one */
             f = &stack[depth];
             if (f->next == x->ranks * x->ways || h_run.bad) {
                 CHECK(f->calm || h_run.bad);      /* otherwise no rank could continue */
                 if (--depth < 0) break;
+                memcpy(&now, stack[depth].at, (size_t)blocks * BLOCK);
                 continue;
             }
-            memcpy(&now, f->at, sizeof now);
+            go_back(f);
             if (!choose(x, f->next++)) continue;
-            f->calm |= way == CALM && memcmp(&now, f->at, sizeof now);
-            if (!is_new()) continue;
+            h = hash_after(f, blocks);
+            f->calm |= way == CALM && changes;
+            if (!is_new(h)) continue;
             if (over_count(x) < x->ranks) break;
             check_end(x);
         }
