@@ -198,8 +198,9 @@ quick() {
     if [ -f "$made" ]; then made=$(cd "$dir/../tests" && pwd)/ringattn.o
     else made=$(object "$cc" -O1); "$cc" -std=c99 -O1 -I"$root" -c "$impl" -o "$made"
     fi
-    runs "$cc" -O0 c99 "-DLANG_FIRST -DRINGATTN_STATIC"
-    no_threads "$cc" c99 -DRINGATTN_SCALAR
+    # Kernels are compiled at -O0 by g++ and clang.
+    parses "$cc" c99 "with kernels" "-DLANG_FIRST -DRINGATTN_STATIC -I'$root' '$main'"
+    no_threads "$cc" c99 "-DRINGATTN_SCALAR -DLANG_FIRST -DRINGATTN_STATIC"
     symbols "$cc" c99 "" "$made"
     printed "$cc" c99 -O0 "$made"
     readme "$cc" c99 "$(linked "$cc" c99 -O0) '$made'"
