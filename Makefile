@@ -78,11 +78,10 @@ help: ## lists the targets
 
 # A program includes the header with its implementation, as its users do. Here it is compiled twice,
 # as it is and as tests/hooks.h describes, and the programs are linked with one of these objects:
-# RA__IMPLEMENTED skips the implementation in their own sources. One test compiles its own:
-# test_schedule reaches into all private structs of the schedule, which has no vector code.
+# RA__IMPLEMENTED skips the implementation in their own sources.
 HOOKED   := tests/test_clients tests/test_refuse tests/test_plan tests/test_bf16 \
-            tests/test_failure tests/test_steps tests/test_resume tests/test_sim
-WHOLE    := tests/test_schedule
+            tests/test_failure tests/test_steps tests/test_resume tests/test_sim \
+            tests/test_schedule
 # Tests compute little: compiling them at a higher level costs twice what it saves in running them.
 # test_forward, whose oracle computes a lot, has the level of the library.
 LIGHT    := $(patsubst %,tests/test_%,plan clients failure calls infer tcp) \
@@ -93,11 +92,6 @@ $(B)/tests/hooks.o: TOLD = -O1
 $(LIGHT:%=$(B)/%): private TOLD = -O0
 $(HEAVY:%=$(B)/%): private TOLD = -O1
 endif
-$(B)/tests/test_schedule: private TOLD += -DRINGATTN_SCALAR
-
-$(WHOLE:%=$(B)/%): $(B)/%: %.c $(HEADERS) Makefile
-	@mkdir -p $(@D)
-	@$(BUILD) -o $@ $< -lm
 
 $(B)/tests/hooks.o: tests/hooks.c $(HEADERS) Makefile
 	@mkdir -p $(@D)

@@ -1,4 +1,5 @@
-/* The implementation that hooks.h describes, and the functions that reach into it. */
+/* The implementation that hooks.h describes, the functions that reach into it, and the tests that
+ * do. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -58,6 +59,7 @@ int hook_gettime(int clock, struct timespec *time);
 #undef pthread_mutex_lock
 #undef clock_gettime
 #include "hooks.h"
+#include "schedule.h"
 
 int hook_gettime(int clock, struct timespec *time) {
     if (!hook_now_ns) return clock_gettime(clock, time);

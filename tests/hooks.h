@@ -117,6 +117,9 @@ void hook_cache_work(ra_cache *c, int64_t *work);
 void hook_merge(int32_t isa, float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
                 int32_t dim);
 
+/* All of test_schedule. */
+int hook_schedule(int argc, char **argv);
+
 /* Rows out of n <= 64 whose factor or LSE at the end of a panel differs from ra__row_finish. */
 int64_t hook_finish(int32_t isa, const float *m, const float *l, int32_t n);
 

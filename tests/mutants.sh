@@ -24,8 +24,9 @@ build() {
     cc="$native -DRINGATTN_SCALAR"
     case $1 in
         hooks) $cc -c -o "$work/hooks.o" tests/hooks.c ;;
-        sim | resume | failure) $cc -o "$work/$1" "tests/test_$1.c" "$work/hooks.o" -lm ;;
-        schedule | cache | forward) $cc -o "$work/$1" "tests/test_$1.c" -lm ;;
+        sim | resume | failure | schedule)
+            $cc -o "$work/$1" "tests/test_$1.c" "$work/hooks.o" -lm ;;
+        cache | forward) $cc -o "$work/$1" "tests/test_$1.c" -lm ;;
         near) $native -o "$work/near" tests/test_forward.c -lm ;;
         rows) $cc -o "$work/rows" tests/test_bits.c -lm ;;
         batches) $native -o "$work/batches" tests/test_resume.c tests/hooks.c -lm ;;
@@ -91,7 +92,7 @@ python3 tests/plant.py "$list" ringattn.h > "$work/ringattn.h" 2> "$work/unplant
     cat "$work/unplanted"
     exit 1
 }
-for programs in 'hooks schedule world rows cache forward' "sim resume failure $batches $near"; do
+for programs in 'hooks world rows cache forward' "sim resume failure schedule $batches $near"; do
     echo $programs | xargs -n 1 -P "$jobs" sh tests/mutants.sh --build "$work"
 done
 if [ -s "$work/broken" ]; then
