@@ -198,14 +198,17 @@ quick() {
     if [ -f "$made" ]; then made=$(cd "$dir/../tests" && pwd)/ringattn.o
     else made=$(object "$cc" -O1); "$cc" -std=c99 -O1 -I"$root" -c "$impl" -o "$made"
     fi
-    # Kernels are compiled at -O0 by g++ and clang.
+    # Kernels are compiled at -O0 by clang, otherwise by g++.
+    kernels=
+    if [ "$cc" = clang ] || have clang; then kernels=-DRINGATTN_SCALAR; fi
     parses "$cc" c99 "with kernels" "-DLANG_FIRST -DRINGATTN_STATIC -I'$root' '$main'"
     no_threads "$cc" c99 "-DRINGATTN_SCALAR -DLANG_FIRST -DRINGATTN_STATIC"
     symbols "$cc" c99 "" "$made"
     printed "$cc" c99 -O0 "$made"
     readme "$cc" c99 "$(linked "$cc" c99 -O0) '$made'"
     if have g++; then
-        two_units g++ c++11 -O0
+        two_units g++ c++11 "-O0 $kernels"
+        [ ! "$kernels" ] || parses g++ c++11 "with kernels" "-I'$root' '$impl'"
         infer=$root/examples/ring_infer.c
         [ ! -f "$infer" ] || parses g++ c++11 "the engine of examples/infer" \
             "-DRA__IMPLEMENTED -I'$root' '$infer'"
