@@ -90,7 +90,7 @@ HEAVY    := $(filter-out $(LIGHT) tests/test_forward,$(TESTS:%=tests/%))
 ifneq ($(filter release asan,$(config)),)
 $(B)/tests/hooks.o: TOLD = -O1
 $(LIGHT:%=$(B)/%): private TOLD = -O0
-$(HEAVY:%=$(B)/%) $(EXAMPLES:%=$(B)/examples/%): private TOLD = -O1
+$(HEAVY:%=$(B)/%): private TOLD = -O1
 endif
 
 $(B)/tests/hooks.o: tests/hooks.c $(HEADERS) Makefile
