@@ -243,8 +243,10 @@
  *            Shorter shards have buffers for up to 8192 keys, and causal rings of 2 or 3 ranks for
  *            up to half of a shard, because only what fits into buffers can travel beside
  *            computing.
- *   Threads  Threads may share plans. A ring runs one pass at a time, on any number of your
- *            threads. The library starts threads only in ra_world_run.
+ *   Threads  Threads may share plans, and calls of ra_attention with workspaces of their own may
+ *            run at once. A ring runs one pass at a time, on any number of your threads. The
+ *            library starts threads only in ra_world_run. Denormals are flushed to zero during a
+ *            call. The floating-point mode that you had is restored.
  *   Errors   Every call that can fail returns a status. A refusal names the field and the reason.
  *            Nothing is printed, nothing aborts, and no wait is unbounded, except inside a sendrecv
  *            callback of yours that ignores its deadline.
@@ -1337,7 +1339,7 @@ struct ra_transport {
      * ops of that peer instead: then the failure names it. While a thread that may call the
      * transport is in ra_step the next poll comes within 0.5 ms, even while chunks are computed,
      * packed and checked: after 0.2 ms and one more call of a kernel (a tile or two, with AMX up to
-     * 8), of an engine, of refetch or of another callback. */
+     * 8), an engine, refetch or another callback; in ra_infer_step after 0.2 ms and a step. */
     int (*poll)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* The callbacks from here on are optional. wait: as poll, but may block until one of ops leaves
@@ -2880,7 +2882,7 @@ RA__INLINE const uint8_t *ra__dim_at(const uint8_t *row, int32_t d, int32_t dtyp
     return row + (int64_t)d * (dtype == RA_F32 ? 4 : 2);
 }
 
-/* Bytes of n elements, in q8_0 without scales. */
+/* Bytes of n elements, in q8_0 without scales: 1 in 17 of its lines is not prefetched. */
 RA__INLINE int32_t ra__about_bytes(int32_t dtype, int32_t n) {
     return n * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
 }
@@ -3882,7 +3884,7 @@ RA__ISA_INLINE void RA__NAME(load_chunk)(RA__FLOATS *out, const uint8_t *row, in
         out[i] = RA__NAME(convert)(row + (int64_t)d * (dtype == RA_F32 ? 4 : 2), dtype);
 }
 
-/* The same for any dtype, also at the end of a row: elements beyond dim are 0. */
+/* The same, also at the end of a row, which q8_0 rows do not have: elements beyond dim are 0. */
 RA__ISA_NOINLINE void RA__NAME(load_last_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
                                                 int32_t dim, int32_t dtype) {
     int32_t size = dtype == RA_F32 ? 4 : 2;
@@ -3926,7 +3928,11 @@ RA__ISA_INLINE void RA__NAME(decode_products)(RA__FLOATS *c, RA__FLOATS (*k)[2],
 /* Prefetches of a tile, whose steps each read `bytes` of K or V. a: null, or the streams of both.
  * PERF: AVX2 keeps the addresses in registers while a tile runs. Zen 3, 4/1 heads of D 128, 256
  * keys, us: f32 10.7 -> 9.7, f16 9.1 -> 8.8, bf16 9.8 -> 9.4. Not so AVX-512, whose pace on Zen 4
- * includes storing and loading them. */
+ * includes storing and loading them.
+ * PERF: a band may end within a tile. If other heads lie between those of a task, up to a third of
+ * its lines is not prefetched, but as many of theirs. To cut tiles there gains nothing: Zen 3, one
+ * of 8 threads, 16 sequences of 960 keys, 8 KV heads of D 128, us: f32 830 -> 830, f16 577 -> 614,
+ * bf16 660 -> 679, q8_0 751 -> 806. */
 RA__ISA_INLINE ra__near_ahead RA__NAME(tile_begin)(const ra__stream *a) {
     ra__near_ahead x = { {0, 0}, 0 };
     for (int i = 0; i < 2 && RA__WIDTH == 8 && a; i++) x.at[i] = a[i].at;
@@ -5517,10 +5523,11 @@ RA__ISA_INLINE void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
 #define RA__TILE_HEIGHT        6
 #define RA__DECODE_TILE_KEYS   2
 #define RA__DECODE_TILE_CHUNKS 1
-/* PERF: 32 keys per stretch instead of 16: sums are loaded and stored half as often. With half as
- * many prefetches of 16-bit rows, and addresses in registers, Zen 3, 32/8 heads of D 128, 32768
- * keys, one thread, time: f32 1.0, f16 0.81, bf16 0.84, q8_0 1.03; [Hkv][T][D] 0.82, 0.78, 0.78,
- * 0.95. 64 keys: the same, q8_0 1.1. */
+/* PERF: 32 keys per stretch instead of 16: sums are loaded and stored half as often. Together with
+ * half as many prefetches of 16-bit rows and with addresses in registers, Zen 3, 32/8 heads of D
+ * 128, 32768 keys, one thread, ms: f32 15.9 -> 15.5, f16 12.6 -> 10.5, bf16 13.0 -> 11.0, q8_0 15.0
+ * -> 15.5; [Hkv][T][D] 16.1 -> 14.3, 12.5 -> 9.4, 12.7 -> 9.8, 15.7 -> 15.2. 64 keys: the same,
+ * q8_0 1.1 times as long. */
 #define RA__DECODE_MOST        32
 /* PERF: q8_0 converted in registers instead of rows that are copied to L1 first. Zen 3, 32/8 heads
  * of D 128, 32768 keys, one thread: 15.4 -> 12.5 ms, [Hkv][T][D] 15.4 -> 12.0; one row per kv head,
@@ -22683,6 +22690,7 @@ static void ra__merge_swaps(ra_cache *c) {
 static void ra__cache_place_messages(ra_cache *c) {
     const int64_t align = (int64_t)c->tp.align, row = ra__query_bytes(&c->d);
     uint8_t *in = c->q_in, *to = c->partial_to;
+    if (c->cd.queries != RA_QUERIES_OWN && c->travel != RA_INFER_MERGE) return;
     for (int32_t r = 0; r < c->ranks && to; r++) {
         const int64_t rows = c->rank_rows[r];
         if (r == c->rank) continue;
@@ -24184,7 +24192,7 @@ static int ra__cache_complete(ra_cache *c) {
 }
 
 /* Under comm: 1: a round can wait. Portions are left to claim, and the last poll was not long ago
- * and left nothing that other ranks wait for. Only a transport of level 1 is polled.
+ * and left no send pending. Only a transport of level 1 is polled.
  * PERF: a poll of sockets is a system call per peer. Zen 3, 64 ranks over TCP, a token of each of
  * 4096 sequences over 256, 4/1 heads of 32: 4100 -> 60 polls per call, 157 -> 14 ms of a rank. */
 static int ra__round_can_wait(const ra_cache *c) {

@@ -48,6 +48,7 @@ try() {
         apart) timeout 60 "$work/cache" disagreements --first ;;
         lanes) timeout 60 "$work/cache" lanes_and_weights --first &&
             timeout 60 "$work/cache" ring_buffers --first ;;
+        pages) timeout 60 "$work/cache" refused_pages --first ;;
         forward) timeout 90 "$work/forward" modified_decode --first ;;
         cells) timeout 90 "$work/forward" attention_at --first ;;
         near) timeout 90 "$work/near" modified_decode --first ;;
@@ -104,7 +105,7 @@ fi
 
 # Arguments for xargs: number, name and tests of each mistake; 0 is the header as it is.
 right="sim resume failure ends rows schedule world cache forward cells silence differences"
-right="$right caches apart lanes $batches $near"
+right="$right caches apart lanes pages $batches $near"
 left=                                  # names of those left out, each with a space
 [ "$batches" ] || left='batches '
 [ "$near" ] || left="${left}near "

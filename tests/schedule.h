@@ -1010,14 +1010,15 @@ TEST(figures_saturate) {
     CHECK_EQ(ra__add_sat(3, 4), 7);
 }
 
-/* The lines that decoding prefetches are those of a later stretch of 16 keys, each once: of
+/* The lines that decoding prefetches are those of a later stretch of 16 or 32 keys, each once: of
  * adjacent heads, of one head, with and without gaps, of rows that are not whole lines (q8_0). */
 TEST(prefetched_lines_are_those_of_a_stretch) {
     static const int64_t bytes[4] = { 512, 256, 136, 34 };
     static char seen[1 << 16];
     int64_t far, lines, token, all;
-    for (int64_t i = 0; i < 4 * 4 * 3; i++) {
+    for (int64_t i = 0; i < 2 * 4 * 4 * 3; i++) {
         int64_t left = i;
+        const int32_t most = 16 << h_pick(&left, 2);
         const int64_t row = bytes[h_pick(&left, 4)];
         const int32_t heads = 1 << h_pick(&left, 4);
         const uintptr_t base = (uintptr_t)1 << 20;
@@ -1029,7 +1030,7 @@ TEST(prefetched_lines_are_those_of_a_stretch) {
         if (token != all && all % 64) continue;
         memset(kv, 0, sizeof kv);
         x.count = heads;
-        x.most = RA__DECODE_KEYS;
+        x.most = most;
         for (int64_t j = 0; j < 2; j++) {
             kv[j].data = (const uint8_t *)base + j * 64;
             kv[j].token = token;

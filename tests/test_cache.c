@@ -1717,6 +1717,31 @@ TEST(refused_page_tokens) {
     CHECK(!strcmp(why.field, "page_tokens"));
 }
 
+/* Keys that travel in messages are read from the first row on, also those before a window. */
+static void refused_travelling_pages(ra_desc d, ra_tensors t) {
+    ra_world_desc wd = { 0 };
+    ra_world *world = NULL;
+    int64_t cached = 260, fresh = 1;
+    int32_t table[10] = { -2, 1, 2, 3, 4, 5, 6, 7, 8, 9 };
+    wd.ranks = d.ranks = 2;
+    d.mask.keep = 0;
+    t.pages.table = table;
+    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+    for (int keys = 0; keys < 2 && world; keys++) {
+        ra_transport net = *ra_world_transport(world, 0);
+        ra_cache_desc cd = { 0 };
+        ra_cache *c = NULL;
+        net.caps &= ~(uint32_t)RA_CAP_SHARED;
+        cd.travel = keys ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
+        CHECK_EQ(ra_cache_create(&c, &d, &net, &cd), RA_OK);
+        CHECK_EQ(ra_infer_begin(c, &t, &cached, &fresh, 0), keys ? RA_E_RANGE : RA_OK);
+        ra_infer_cancel(c);
+        while (ra_infer_step(c, 0) > 0) { }
+        CHECK_EQ(ra_cache_destroy(c), RA_OK);
+    }
+    ra_world_destroy(world);
+}
+
 TEST(refused_pages) {
     script s = script_new(4, 2, 32, RA_F32, 300);
     ra_desc d = s.d;
@@ -1769,7 +1794,16 @@ TEST(refused_pages) {
     CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_RANGE);
     table[0] = 3;
     CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_SHAPE);
+    cached = 260;                      /* the window begins in another block than 0 */
+    table[0] = 0;
+    table[18] = 18;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_OK);
+    table[0] = -1;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_RANGE);
+    table[0] = 0;
+    table[18] = 20;
     CHECK_EQ(ra_cache_destroy(c), RA_OK);
+    refused_travelling_pages(d, t);
     d.mask.window = d.mask.keep = 0;
     d.tokens = 2;
     CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_E_RANGE);
