@@ -164,7 +164,7 @@ $(LOG)/bench.sum: $(B)/bench/bench
 $(LOG)/matrix.sum: $(B)/tests/ringattn.o ringattn.h $(wildcard tests/lang_*) tests/matrix.sh
 	@CC='$(CC)' sh tests/run.sh $(LOG)/matrix matrix sh tests/matrix.sh quick $(B)/matrix
 
-check-full: ## all compilers, sanitizers, other machines; 20-30 minutes; STEPS="asan mpi" alone
+check-full: ## all compilers, sanitizers, other machines; 20-60 minutes; STEPS="asan mpi" alone
 	@sh tests/check_full.sh $(STEPS)
 
 # Needs libsodium: built only where its header is installed.

@@ -2876,13 +2876,8 @@ RA__INLINE void ra__stream_prefetch(ra__stream *a, int32_t n, const int32_t leve
     ra__stream_advance(&a[1], n);
 }
 
-/* Where element d of a row is, or its block in q8_0. */
-RA__INLINE const uint8_t *ra__dim_at(const uint8_t *row, int32_t d, int32_t dtype) {
-    if (dtype == RA_Q8_0) return row + (uint32_t)d / 32 * 34;
-    return row + (int64_t)d * (dtype == RA_F32 ? 4 : 2);
-}
-
-/* Bytes of n elements, in q8_0 without scales: 1 in 17 of its lines is not prefetched. */
+/* Bytes of n elements, in q8_0 without scales: 1 in 17 of its lines is not prefetched. A power of 2
+ * if n is one. */
 RA__INLINE int32_t ra__about_bytes(int32_t dtype, int32_t n) {
     return n * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
 }
@@ -3874,7 +3869,7 @@ RA__ISA_STATIC void RA__NAME(store_acc)(const ra__panel *panel, float *dst, int6
 RA__ISA_INLINE void RA__NAME(load_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
                                          int32_t dtype) {
     if (RA__DECODE_DIRECT == RA_Q8_0 && dtype == RA_Q8_0) {
-        const uint8_t *block = ra__dim_at(row, d, RA_Q8_0), *from = block + 2 + (uint32_t)d % 32;
+        const uint8_t *block = row + (uint32_t)d / 32 * 34, *from = block + 2 + (d & 31);
         const RA__FLOATS scale = RA__NAME(q8_0_scale)(block);
         out[0] = RA__NAME(of_i8)(from) * scale;
         out[1] = RA__NAME(of_i8)(from + RA__WIDTH) * scale;
@@ -3929,10 +3924,10 @@ RA__ISA_INLINE void RA__NAME(decode_products)(RA__FLOATS *c, RA__FLOATS (*k)[2],
  * PERF: AVX2 keeps the addresses in registers while a tile runs. Zen 3, 4/1 heads of D 128, 256
  * keys, us: f32 10.7 -> 9.7, f16 9.1 -> 8.8, bf16 9.8 -> 9.4. Not so AVX-512, whose pace on Zen 4
  * includes storing and loading them.
- * PERF: a band may end within a tile. If other heads lie between those of a task, up to a third of
- * its lines is not prefetched, but as many of theirs. To cut tiles there gains nothing: Zen 3, one
- * of 8 threads, 16 sequences of 960 keys, 8 KV heads of D 128, us: f32 830 -> 830, f16 577 -> 614,
- * bf16 660 -> 679, q8_0 751 -> 806. */
+ * PERF: a band may end within a tile. If other heads lie between those of a task, 15 to 40 % of
+ * its lines are not prefetched, and some of theirs are. To cut tiles there gains nothing: Zen 3,
+ * one of 8 threads, 16 sequences of 960 keys, 8 KV heads of D 128, us: f32 830 -> 830, f16 577 ->
+ * 614, bf16 660 -> 679, q8_0 751 -> 806. */
 RA__ISA_INLINE ra__near_ahead RA__NAME(tile_begin)(const ra__stream *a) {
     ra__near_ahead x = { {0, 0}, 0 };
     for (int i = 0; i < 2 && RA__WIDTH == 8 && a; i++) x.at[i] = a[i].at;
@@ -3943,7 +3938,7 @@ RA__ISA_INLINE ra__near_ahead RA__NAME(tile_begin)(const ra__stream *a) {
 RA__ISA_INLINE void RA__NAME(tile_ahead)(ra__near_ahead *x, ra__stream *a, int32_t i,
                                          const int32_t bytes, int32_t times, int32_t level1) {
     const int32_t lines = (bytes + 127) / 128 * times;
-    if (!a || lines == 0 || i % ra__prefetch_steps(bytes)) return;
+    if (!a || lines == 0 || i & (ra__prefetch_steps(bytes) - 1)) return;
     if (RA__WIDTH == 8) ra__prefetch_near(x, lines);
     else ra__stream_prefetch(a, lines, level1);
 }
@@ -4375,7 +4370,7 @@ RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
     const int32_t times = !level1 && RA__NAME(decode_defers)(rows) ? 2 : 1;
     /* An index per chunk takes registers. */
     const int32_t at = !level1 || rest ? d : dtype == RA_Q8_0 ? d & 31 : 0;
-    const uint8_t *row = ra__dim_at(keys->v, d - at, dtype);
+    const uint8_t *row = keys->v + ra__row_bytes(dtype, d - at);
     float *to = rows->block_acc + 4 * d;
     RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], v[2 * RA__DECODE_TILE_CHUNKS];
     ra__near_ahead ahead = RA__NAME(tile_begin)(keys->streams);
@@ -4428,7 +4423,7 @@ RA__ISA_INLINE void RA__NAME(decode_row_tile)(const ra__decode_rows *rows,
     int32_t bytes = ra__about_bytes(dtype, nh * nc * RA__CHUNK);
     RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], v[2 * RA__DECODE_ROW_CHUNKS];
     const int64_t stride = keys->v_stride, next = keys->v_head;
-    if (!rest) row = ra__dim_at(row, d, dtype);
+    if (!rest) row += ra__row_bytes(dtype, d);
     RA__UNROLL for (int32_t h = 0; h < nh; h++)
         RA__NAME(decode_load_sums)(c + 2 * nc * h, rows[h].block_acc + d, 2 * nc, rows[h].has_keys);
     for (int32_t j = 0; j < keys->n; j++, row += stride) {
@@ -4442,7 +4437,7 @@ RA__ISA_INLINE void RA__NAME(decode_row_tile)(const ra__decode_rows *rows,
             RA__UNROLL for (int32_t i = 0; i < 2 * nc; i++)
                 c[2 * nc * h + i] = RA__NAME(fma)(y, v[i], c[2 * nc * h + i]);
         }
-        if (keys->streams && j % ra__prefetch_steps(bytes) == 0)
+        if (keys->streams && !(j & (ra__prefetch_steps(bytes) - 1)))
             ra__stream_prefetch(keys->streams, (bytes + 127) / 128, RA__WIDTH == 8);
     }
     RA__UNROLL for (int32_t h = 0; h < nh; h++)
@@ -21549,7 +21544,7 @@ struct ra_cache {
     int64_t *slot_done;                /* [B] atomic: spans that are done */
     int64_t *portion_at;               /* [B + 1] first portion of a sequence in the open stage */
     int32_t sharers;                   /* threads per sequence of the call */
-    int64_t *key_row;                  /* of ra__key_rows */
+    int64_t *key_row;                  /* memory of keys.row */
     uint8_t **result;                  /* [ranks] frame, then that rank's partial results of the
                                         * rows, or the share, of this one. MERGE: this rank's has
                                         * the sums of its rows */

@@ -1,6 +1,6 @@
 #!/bin/sh
 # What `make check` leaves out: every compiler, the sanitizers, other machines and systems. Installs
-# missing Debian packages (as root, or with sudo) without asking. Takes 20 to 30 minutes on two
+# missing Debian packages (as root, or with sudo) without asking. Takes 20 to 60 minutes on two
 # cores. Ends with "N passed, N failed, N skipped"; a column of the language matrix that cannot run
 # here is a failure.
 #
