@@ -134,7 +134,7 @@ demo: $(B)/examples/demo ## exact attention over real text on 4 ranks; TEXT=FILE
 	@$(B)/examples/demo $(if $(TEXT),--text '$(TEXT)') $(if $(TOKENS),--tokens $(TOKENS)) \
 	    --out build/timeline.html
 
-check: ## builds and runs every test, under two minutes on two cores; ARGS= for the programs
+check: ## builds and runs every test, about two minutes on two cores; ARGS= for the programs
 	@rm -rf $(LOG) && mkdir -p $(LOG)
 	@$(MAKE) --no-print-directory -k $(JOBS) all-programs || true
 	@$(REPORT)
