@@ -18,7 +18,7 @@
  *                                                       ra_step, ra_infer_begin and ra_infer_step)
  *   ranks as threads of one process, your own network   ra_world_run, ra_transport
  *   to continue a pass after a rank is lost             ra_resume
- *   FLOPs, bytes, memory and time in advance            ra_plan_query, ra_plan_predict, ra_estimate
+ *   FLOPs, bytes, memory and time in advance            ra_plan_query, ra_plan_predict
  *
  * In one C or C++ file of a program define RINGATTN_IMPLEMENTATION before the include; everywhere
  * else only include the header. Link with -lpthread (not with RINGATTN_NO_THREADS). No -m flags are
@@ -218,7 +218,6 @@
  *   RING         one rank's pass as a state machine
  *   RESUME       a failed pass continues among the ranks that are left
  *   CACHE        inference over a sharded KV cache
- *   ESTIMATE     how long a context fits, how large a block hides a hop
  *
  * Configuration, defined before the include that has the implementation:
  *   RINGATTN_IMPLEMENTATION   this is the one file with the code
@@ -1436,48 +1435,6 @@ typedef struct ra_engine {
     int    (*fold)(void *ctx, const ra_block *block);                /* required */
     /* v1 ends here; append only */
 } ra_engine;
-
-/* ========================================================================== estimates
- * Which context fits into given hardware, and how large a block hides a hop. Formulas of Liu,
- * Zaharia, Abbeel, arXiv 2310.01889, section 3 and tables 2 and 3, generalised to GQA and balanced
- * causal work. Presets are published figures. */
-enum { RA_HW_NONE, RA_HW_A100_NVLINK, RA_HW_A100_IB, RA_HW_TPU_V3, RA_HW_TPU_V4, RA_HW_TPU_V5E };
-enum { RA_NET_NONE, RA_NET_NVLINK4, RA_NET_PCIE4_X16, RA_NET_IB_HDR };
-typedef struct ra_hardware {           /* of one device. Latency and block_tokens may be 0 */
-    double  flops_per_s, memory_bytes, link_bytes_per_s, link_latency_s;
-    int64_t devices;                   /* in the ring */
-    int64_t block_tokens;              /* a preset's suggestion; 0: none */
-} ra_hardware;
-typedef struct ra_model {
-    int64_t layers, q_heads, kv_heads, head_dim; /* required */
-    int64_t hidden;                    /* 0: q_heads * head_dim */
-    int64_t batch;                     /* 0: 1 */
-    int32_t element_bytes;             /* 0: 2 */
-    int32_t causal;                    /* 1: half the work, balanced */
-    int64_t weight_bytes;              /* on each device; 0: none */
-    ra_error *error;                   /* may be null */
-} ra_model;
-typedef struct ra_estimate_result {
-    double  block_min;                 /* tokens: smallest block per device that hides a hop,
-                                        * (F/W) e Hkv / (2 f Hq): F FLOP/s, W bytes/s, e element
-                                        * bytes, f = 1 or, if causal, 1/2 */
-    double  device_tokens_min;         /* six such blocks: Q; K, V in use; K, V arriving; output */
-    double  activation_bytes_token;    /* per token, one layer: 6 batch hidden e */
-    double  cache_bytes_token;         /* K and V of all layers: 2 layers Hkv D e */
-    int64_t context_max;               /* tokens on all devices together, if activations of one
-                                        * layer and K, V of all layers fit beside the weights */
-    double  cache_bytes;               /* of context_max, all devices together */
-    double  hop_compute_s, hop_transfer_s; /* of blocks of hw->block_tokens, or block_min */
-    double  hidden_fraction;           /* min(1, compute / transfer) */
-} ra_estimate_result;
-/* hw RA_HW_*, net RA_NET_*; either may be NONE. A net overrides the link of hw. */
-RINGATTN_API ra_status ra_hardware_preset(int32_t hw, int32_t net, int64_t devices,
-                                          ra_hardware *out);
-RINGATTN_API ra_status ra_estimate(const ra_hardware *hw, const ra_model *model,
-                                   ra_estimate_result *out);
-/* Bytes of K and V of `tokens` tokens: 2 tokens layers Hkv D e. 0: bad argument or overflow. */
-RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_heads,
-                                    int64_t head_dim, int64_t element_bytes);
 
 #ifdef __cplusplus
 }
@@ -24452,143 +24409,6 @@ RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
     a = c->cd.allocator;
     if (!c->cd.workspace) ra__free(&a, c->base, (size_t)c->bytes);
     return RA_OK;
-}
-
-/* ========================================================================== ESTIMATE
- * How long a context fits into given hardware, and whether computing hides the transfer of a hop.
- * With F FLOP/s and W bytes/s per device, c tokens per block, b sequences, e bytes per element and
- * f = 1 (balanced causal: 1/2), one hop computes 4 f b Hq D c^2 FLOPs and moves 2 b c Hkv D e
- * bytes. Computing takes at least as long as the transfer from c = (F/W) e Hkv / (2 f Hq) on, which
- * is F/W for MHA at 2 bytes. A device holds six blocks of hidden size h: Q; K, V in use; K, V
- * arriving; the output: 6 b c h e bytes. Liu, Zaharia, Abbeel, arXiv 2310.01889v4, section 3 and
- * table 2. The paper prints 6 b c h, which is the figure for one byte per element. For A100 with
- * InfiniBand it prints 24.5 and 149.5 thousand tokens, 2 % below its own formula. Everything is
- * computed in doubles. Counts are below 2^31, and rates and memory between 1 and 1e30, so that no
- * product overflows. */
-
-/* FLOP/s, memory bytes and link bytes/s of one device, as printed in table 2 of the paper, which
- * gives neither latencies nor blocks. Indexed by RA_HW_*. */
-static const ra_hardware ra__est_devices[] = {
-    { 0.0,    0.0,   0.0,     0.0, 0, 0 },
-    { 312e12, 80e9,  300e9,   0.0, 0, 0 },   /* A100, NVLink */
-    { 312e12, 80e9,  12.5e9,  0.0, 0, 0 },   /* A100, InfiniBand */
-    { 123e12, 16e9,  112e9,   0.0, 0, 0 },   /* TPU v3 */
-    { 275e12, 32e9,  268e9,   0.0, 0, 0 },   /* TPU v4 */
-    { 196e12, 16e9,  186e9,   0.0, 0, 0 },   /* TPU v5e */
-};
-
-/* Link bytes/s, latency and a suitable block. Indexed by RA_NET_*. InfiniBand HDR (4 lanes)
- * carries 200 Gbit/s = 25 GB/s. */
-static const ra_hardware ra__est_networks[] = {
-    { 0.0, 0.0, 0.0,   0.0,  0, 0 },
-    { 0.0, 0.0, 600e9, 1e-6, 0, 8192 },      /* NVLink 4.0 */
-    { 0.0, 0.0, 64e9,  5e-6, 0, 4096 },      /* PCIe 4.0 x16 */
-    { 0.0, 0.0, 25e9,  2e-6, 0, 8192 },      /* InfiniBand HDR */
-};
-
-/* Refuses what is not a number between least and 1e30. A 0 below least counts as unset. */
-static void ra__est_real(ra__checks *x, const char *field, double v, double least) {
-    const int finite = (ra__f64_bits(v) >> 52 & 0x7ff) != 0x7ff;
-    const ra_status s = v == 0.0 ? RA_E_UNSET : RA_E_RANGE;
-    ra__refuse_real_if(x, !finite || v < least || v > 1e30, s, field, least > 0.0
-                       ? "must be a number from 1 to 1e30" : "must be a number from 0 to 1e30", v);
-}
-
-static ra_status ra__est_check_hardware(ra_error *e, const ra_hardware *hw) {
-    ra__checks x = { e, RA_OK };
-    ra__est_real(&x, "hw.flops_per_s", hw->flops_per_s, 1.0);
-    ra__est_real(&x, "hw.memory_bytes", hw->memory_bytes, 1.0);
-    ra__est_real(&x, "hw.link_bytes_per_s", hw->link_bytes_per_s, 1.0);
-    ra__est_real(&x, "hw.link_latency_s", hw->link_latency_s, 0.0);
-    ra__number(&x, "hw.devices", hw->devices, 1, INT32_MAX);
-    ra__number(&x, "hw.block_tokens", hw->block_tokens, 0, INT32_MAX);
-    return x.status;
-}
-
-static ra_status ra__est_check_model(ra_error *e, const ra_model *m) {
-    ra__checks x = { e, RA_OK };
-    ra__number(&x, "model.layers", m->layers, 1, INT32_MAX);
-    ra__number(&x, "model.q_heads", m->q_heads, 1, INT32_MAX);
-    ra__number(&x, "model.kv_heads", m->kv_heads, 1, INT32_MAX);
-    ra__number(&x, "model.head_dim", m->head_dim, 1, INT32_MAX);
-    ra__number(&x, "model.hidden", m->hidden, 0, INT32_MAX);
-    ra__number(&x, "model.batch", m->batch, 0, INT32_MAX);
-    if (x.status) return x.status;
-    ra__refuse_pair_if(&x, m->q_heads % m->kv_heads != 0, RA_E_SHAPE, "model.q_heads",
-                       "# is not a multiple of kv_heads, @", m->q_heads, m->kv_heads);
-    ra__number(&x, "model.element_bytes", m->element_bytes, 0, 8);
-    ra__number(&x, "model.causal", m->causal, 0, 1);
-    ra__number(&x, "model.weight_bytes", m->weight_bytes, 0, INT64_MAX);
-    return x.status;
-}
-
-/* The formulas of the banner on checked arguments. RA_E_OVERFLOW: context_max exceeds 64 bits. */
-static ra_status ra__est_compute(const ra_hardware *hw, const ra_model *m, ra_estimate_result *r) {
-    const double e = m->element_bytes ? m->element_bytes : 2;
-    const double b = m->batch ? (double)m->batch : 1.0;
-    const double f = m->causal ? 0.5 : 1.0;
-    const double q_row = (double)m->q_heads * (double)m->head_dim;     /* elements per token */
-    const double kv_row = (double)m->kv_heads * (double)m->head_dim;
-    const double hidden = m->hidden ? (double)m->hidden : q_row;
-    r->block_min = hw->flops_per_s / hw->link_bytes_per_s * e * kv_row / (2.0 * f * q_row);
-    r->device_tokens_min = 6.0 * r->block_min;
-    r->activation_bytes_token = 6.0 * b * hidden * e;
-    r->cache_bytes_token = 2.0 * (double)m->layers * kv_row * e;
-    const double room = hw->memory_bytes - (double)m->weight_bytes;
-    const double token = r->activation_bytes_token + b * r->cache_bytes_token;
-    const double tokens = room > 0.0 ? room / token : 0.0;             /* of one device */
-    if (tokens >= 9.2e18 || (int64_t)tokens > INT64_MAX / hw->devices)
-        return ra__refuse(m->error, RA_E_OVERFLOW, "hw.memory_bytes",
-                          "gives more than 2^63 tokens on # devices", hw->devices);
-    r->context_max = (int64_t)tokens * hw->devices;
-    r->cache_bytes = (double)r->context_max * b * r->cache_bytes_token;
-    const double c = hw->block_tokens ? (double)hw->block_tokens : r->block_min;
-    r->hop_compute_s = 4.0 * f * b * q_row * c * c / hw->flops_per_s;
-    r->hop_transfer_s = hw->link_latency_s + 2.0 * b * kv_row * c * e / hw->link_bytes_per_s;
-    r->hidden_fraction = r->hop_compute_s < r->hop_transfer_s
-                       ? r->hop_compute_s / r->hop_transfer_s : 1.0;
-    return RA_OK;
-}
-
-RINGATTN_API ra_status ra_hardware_preset(int32_t hw, int32_t net, int64_t devices,
-                                          ra_hardware *out) {
-    if (!out) return RA_E_NULL;
-    if (hw < RA_HW_NONE || hw > RA_HW_TPU_V5E) return RA_E_ENUM;
-    if (net < RA_NET_NONE || net > RA_NET_IB_HDR) return RA_E_ENUM;
-    if (devices < 1 || devices > INT32_MAX) return RA_E_RANGE;
-    ra_hardware h = ra__est_devices[hw];
-    if (net != RA_NET_NONE) {
-        h.link_bytes_per_s = ra__est_networks[net].link_bytes_per_s;
-        h.link_latency_s = ra__est_networks[net].link_latency_s;
-        h.block_tokens = ra__est_networks[net].block_tokens;
-    }
-    h.devices = devices;
-    *out = h;
-    return RA_OK;
-}
-
-RINGATTN_API ra_status ra_estimate(const ra_hardware *hw, const ra_model *model,
-                                   ra_estimate_result *out) {
-    ra_estimate_result r;
-    if (!model) return RA_E_NULL;
-    if (!hw) return ra__refuse(model->error, RA_E_NULL, "hw", "must not be null", 0);
-    if (!out) return ra__refuse(model->error, RA_E_NULL, "out", "must not be null", 0);
-    ra_status s = ra__est_check_hardware(model->error, hw);
-    if (!s) s = ra__est_check_model(model->error, model);
-    if (!s) s = ra__est_compute(hw, model, &r);
-    if (!s) *out = r;
-    return s;
-}
-
-RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_heads,
-                                    int64_t head_dim, int64_t element_bytes) {
-    const int64_t factor[5] = { tokens, layers, kv_heads, head_dim, element_bytes };
-    int64_t bytes = 2;
-    for (int i = 0; i < 5; i++) {
-        if (factor[i] < 1 || bytes > INT64_MAX / factor[i]) return 0;
-        bytes *= factor[i];
-    }
-    return bytes;
 }
 
 RA__OPTIMIZE_END

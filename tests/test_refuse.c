@@ -1,7 +1,7 @@
-/* Bad input: every field of every descriptor, wrong in every way (for ra_estimate see
- * test_estimate.c). Proves that a refusal has the right status, names the field, gives the wrong
- * value and what is allowed, and changes nothing. One status of one field is one check. No random
- * descriptor leads to a crash. Every n-th allocation fails once. */
+/* Bad input: every field of every descriptor, wrong in every way. Proves that a refusal has the
+ * right status, names the field, gives the wrong value and what is allowed, and changes nothing.
+ * One status of one field is one check. No random descriptor leads to a crash. Every n-th
+ * allocation fails once. */
 #define _POSIX_C_SOURCE 200112L
 #include "hooks.h"
 #include "small.h"
