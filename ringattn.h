@@ -236,11 +236,10 @@
  *            holds most of it; backward it is the f32 sums of dQ, or of dK and dV), and buffers.
  *            Forward these are `buffers` + 2 messages. A backward message carries a chunk and its
  *            f32 gradients. There the buffers are `buffers` + 2 messages and 4 chunks of gradients,
- *            or with RA_CAP_SHARED ranks + 3 chunks of gradients. (With RA_TRAVEL_Q these too are
- *            whole messages.) If messages are copied and chunk_tokens is 0, a shard of 32K tokens
- *            or more needs less for buffers than for K and V (RA_TRAVEL_Q: than for Q and O).
- *            Shorter shards have buffers for up to 8192 keys, and causal rings of 2 or 3 ranks for
- *            up to half of a shard, because only what fits into buffers can travel beside
+ *            or with RA_CAP_SHARED ranks + 3 chunks of gradients. If messages are copied and
+ *            chunk_tokens is 0, a shard of 32K tokens or more needs less for buffers than for K and
+ *            V. Shorter shards have buffers for up to 8192 keys, and causal rings of 2 or 3 ranks
+ *            for up to half of a shard, because only what fits into buffers can travel beside
  *            computing.
  *   Threads  Threads may share plans, and calls of ra_attention with workspaces of their own may
  *            run at once. A ring runs one pass at a time, on any number of your threads. The
@@ -422,8 +421,6 @@ enum { RA_ORDER_DESCENDING = 1, RA_ORDER_ASCENDING = 2, RA_ORDER_ROUNDS = 3 };
  * bits of a row depend on the row alone (and a cache's lanes): verified drafts have the tokens of
  * plain decoding, however prompts are cut. Prefill in bf16 takes twice as long. */
 enum { RA_FORM_AUTO, RA_FORM_SAME };
-/* What travels in a backward pass: K, V and their gradients, or Q, dO, LSE, delta and dQ. */
-enum { RA_TRAVEL_AUTO, RA_TRAVEL_KV, RA_TRAVEL_Q };
 /* How a gradient returns to its owner: in one message from the last rank that used the chunk, or on
  * around the ring from neighbour to neighbour. */
 enum { RA_RETURN_DIRECT, RA_RETURN_RING };
@@ -621,10 +618,6 @@ typedef struct ra_desc {
                                         * the others are multiplied by 1 / (1 - dropout). The choice
                                         * follows from t.seed, sequence, head and positions alone.
                                         * The LSE is computed before dropout */
-    int32_t backward_travel;           /* RA_TRAVEL_*. Q excludes bias and ARRAY. AUTO: the one with
-                                        * fewer bytes per token, which is Q if there are about as
-                                        * many KV heads as query heads. It selects the order of
-                                        * sums, on one rank too */
     int32_t grad_return;               /* RA_RETURN_*. No effect on one rank */
     /* This machine. Local. */
     int32_t threads;                   /* rings and caches: how many threads may compute at the same
@@ -845,7 +838,6 @@ typedef struct ra_pass_figures {
                                         * sums of the local queries unless an f32 o holds them;
                                         * backward the f32 sums of dQ */
     int64_t chunk_bytes;               /* largest message, which is the size of a buffer */
-    int32_t travel;                    /* RA_TRAVEL_KV or RA_TRAVEL_Q */
     int32_t direction;                 /* +1: chunks go to rank + 1; -1: to rank - 1 */
     int32_t bits_any_ranks;            /* 1: o and lse, or (from equal o and lse) d_q, d_k and d_v,
                                         * have the same bits in every plan of this layout.kind and
@@ -911,9 +903,8 @@ typedef struct ra_event {              /* traced and remembered when it has ende
     int64_t bytes;                     /* of the message */
     int64_t tiles;                     /* TILE: tiles of this step that were not empty */
     int32_t backward;                  /* 1: of a backward pass, where a TILE is one step of the
-                                        * work on one KV head (head: its first query head): of all
-                                        * rows against the chunk, or with RA_TRAVEL_Q of the chunk's
-                                        * rows against this rank's keys */
+                                        * work on one KV head (head: its first query head), of all
+                                        * rows against the chunk */
     int32_t hop;                       /* of the chunk's message: how many ranks the receiver is
                                         * from the owner; -1: none, or of a resumed pass */
     int32_t status;                    /* FAIL, ABORT: RA_E_* */
@@ -1931,7 +1922,6 @@ static const char *const ra__names[][1 + RA__MOST_NAMES] = {
     { "RA_SCORE_", NULL, "ALIBI", "BIAS", NULL, "SINKS" },
     { "RA_ORDER_", NULL, "DESCENDING", "ASCENDING", "ROUNDS" },
     { "RA_FORM_", "AUTO", "SAME" },
-    { "RA_TRAVEL_", "AUTO", "KV", "Q" },
     { "RA_RETURN_", "DIRECT", "RING" },
     { "RA_PASS_", "FORWARD", "BACKWARD" },
     { "RA_QUERIES_", "OWN", "ALL" },
@@ -9587,7 +9577,7 @@ typedef struct ra__reach {
     int32_t lead;                      /* the segment that travels farther: first in a message */
 } ra__reach;
 
-/* Keys (with RA_TRAVEL_Q queries) of one owner that travel together: one segment, or for zigzag two
+/* Keys of one owner that travel together: one segment, or for zigzag two
  * mirrored ones. With RUNS the segment is a number of consecutive blocks of a list, of one run or
  * several: pos and stride are those of its first row. */
 typedef struct ra__chunk {
@@ -10474,7 +10464,6 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     ra__number(&x, "train", d->train, 0, 1);
     ra__constant(&x, "grad_dtype", d->grad_dtype, 0, RA_BF16, "RA_#");
     ra__constant(&x, "grad_return", d->grad_return, 0, RA_RETURN_RING, "RA_RETURN_#");
-    ra__constant(&x, "backward_travel", d->backward_travel, 0, RA_TRAVEL_Q, "RA_TRAVEL_#");
     ra__constant(&x, "isa", d->isa, 0, RA_ISA_NEON, "RA_ISA_#");
     ra__refuse_pair_if(&x, d->rank < 0 || d->rank >= ra__max(d->ranks, 1), RA_E_RANGE, "rank",
                        "must be 0 or more and below ranks, which is @; it was #", d->rank,
@@ -10531,27 +10520,9 @@ static ra_status ra__check_blocks(const ra_desc *d, ra_error *e) {
     return RA_OK;
 }
 
-/* 1: RA_TRAVEL_Q is possible. Only the owner of queries knows their rows of a bias, and their
- * positions in an array. */
-static int ra__q_may_travel(const ra_desc *d) {
-    return !(d->scores & RA_SCORE_BIAS) && d->layout.kind != RA_LAYOUT_ARRAY;
-}
-
-/* What travels backward with fewer bytes per token and hop, f32 gradients included: queries if
- * Hq / Hkv is below 1.49 with 16-bit rows, below 1.33 with f32. All dtypes must be set. */
-static int32_t ra__cheaper_travel(const ra_desc *d) {
-    int64_t v = d->v_in_k ? 0 : d->v_dim;
-    int64_t keys = d->kv_heads * (4 * (d->k_dim + v) + ra__row_bytes(d->k_dtype, d->k_dim) +
-                                  ra__row_bytes(d->v_dtype, v));
-    int64_t queries = d->q_heads * (4 * (int64_t)d->k_dim + ra__row_bytes(d->q_dtype, d->k_dim) +
-                                    ra__row_bytes(d->o_dtype, d->v_dim) + 8);
-    return ra__q_may_travel(d) && queries < keys ? RA_TRAVEL_Q : RA_TRAVEL_KV;
-}
-
 static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
     int64_t bytes, rows = ra__max(d->tokens, ra__k_most(d));
     int64_t width = ra__max(d->k_dim, d->v_dim) * (int64_t)sizeof(float);
-    const int q_travels = d->backward_travel == RA_TRAVEL_Q;
     const int fits = ra__mul(rows, d->q_heads * width, &bytes) &&
                      ra__mul(bytes, ra__max(d->sequences, 1), &bytes);
     ra__checks x = { e, RA_OK };
@@ -10571,11 +10542,6 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
                   "must be 0 with train = 1, is #: pages have no gradients", d->page_tokens);
     ra__refuse_if(&x, d->form && d->train, RA_E_SHAPE, "form", "RA_FORM_# needs train = 0",
                   d->form);
-    ra__refuse_if(&x, !d->train && d->backward_travel, RA_E_SHAPE, "backward_travel",
-                  "RA_TRAVEL_# needs train = 1", d->backward_travel);
-    ra__refuse_if(&x, q_travels && !ra__q_may_travel(d), RA_E_UNSUPPORTED, "backward_travel",
-                  "RA_TRAVEL_# does not work with RA_SCORE_BIAS or RA_LAYOUT_ARRAY",
-                  d->backward_travel);
     ra__refuse_if(&x, !d->train && d->grad_return, RA_E_SHAPE, "grad_return",
                   "RA_RETURN_# needs train = 1", d->grad_return);
     ra__refuse_if(&x, d->order && d->order != RA_ORDER_ROUNDS, RA_E_UNSUPPORTED, "order",
@@ -10966,7 +10932,6 @@ static void ra__defaults(ra_desc *d) {
     if (!d->layout.kind) d->layout.kind = RA_LAYOUT_CONTIGUOUS;
     if (d->v_in_k) d->v_dtype = d->k_dtype;
     if (d->train && !d->grad_dtype) d->grad_dtype = RA_F32;
-    if (d->train && !d->backward_travel) d->backward_travel = ra__cheaper_travel(d);
     if (d->scale == 0.0f) d->scale = ra__scale_of(d->k_dim);
     if (!d->mask.causal_block) d->mask.causal_block = 1;
     if (!d->threads) d->threads = 1;
@@ -11824,12 +11789,8 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
  * blocks by unit, with all heads of the group for each: first their own unit and those after it
  * (RA__AFTER), then those before it (RA__BEFORE), both ascending. In a ring the sums of a chunk
  * start at its owner with RA__AFTER, travel, and return to the owner for RA__BEFORE. The outer loop
- * goes over query blocks, ascending, the inner one over blocks of keys in the order of forward.
- *
- * With RA_TRAVEL_Q the roles are exchanged: dK and dV sum query blocks from the first to the last,
- * and dQ sums keys by unit, from the row's own unit on and then those before it. RA__AFTER then
- * means query units up to the key's. If queries and keys differ in positions, all tiles are
- * RA__AFTER. */
+ * goes over query blocks, ascending, the inner one over blocks of keys in the order of forward. If
+ * queries and keys differ in positions, all tiles are RA__AFTER. */
 
 /* Phases: tiles whose query unit is not below the key's, and the others. */
 enum { RA__AFTER = 1, RA__BEFORE = 2, RA__BOTH = 3 };
@@ -11844,8 +11805,6 @@ typedef struct ra__back {
     const float *delta;                /* [B][rows][Hq], strides of m and l in w; null: computed
                                         * from O and dO when a panel is loaded */
     int32_t square;                    /* 1: queries and keys have the same positions on the grid */
-    const ra__chunk *rows;             /* RA_TRAVEL_Q: the query rows that the views have; null:
-                                        * those of w->q_side */
     const ra__bounds *stripe;          /* [B][stripes] what the rows of a stripe see; null: not
                                         * known */
     int64_t stripe_blocks, stripes;    /* query blocks of a stripe, by unit; stripes per sequence */
@@ -12010,10 +11969,6 @@ static void ra__back_block(const ra__back *x, int32_t b, int64_t i, ra__seg *out
     const ra__work *w = x->w;
     int32_t which;
     ra__chunk c;
-    if (x->rows) {
-        *out = ra__chunk_block(x->rows, RA_ORDER_ASCENDING, i, &which);
-        return;
-    }
     if (w->q_side.layout != RA_LAYOUT_ZIGZAG) {
         (void)ra__side_block(&w->q_side, b, i, out);
         return;
@@ -12124,9 +12079,7 @@ static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s
     for (int32_t j = 0; j < t->count; j++) {
         int64_t q = ra__unit(b->w->d, t->sequence, x->at[j].seg.pos);
         int64_t k = ra__unit(b->w->d, t->sequence, s->pos);
-        int32_t own = RA__AFTER;
-        if (b->square && (b->w->d->backward_travel == RA_TRAVEL_Q ? q > k : q < k))
-            own = RA__BEFORE;
+        const int32_t own = b->square && q < k ? RA__BEFORE : RA__AFTER;
         x->kind[j] = RA__EMPTY;
         if (!(x->phase & own)) continue;
         x->kind[j] = pos ? RA__PARTIAL : ra__classify(&x->at[j].bounds, first, last);
@@ -14094,7 +14047,7 @@ enum { RA__SERIES_KEYS = 4096 };       /* keys after which the state of a task i
  * buffers. */
 enum { RA__PACK_SLOTS = 2, RA__RETURN_SLOTS = 2, RA__SEND_SLOTS = 8, RA__SHARED_BUFFERS = 16 };
 
-/* What travels in a pass: chunks of keys, or of queries, in the order of the list. */
+/* What travels in a pass: chunks of keys in the order of the list. */
 typedef struct ra__travel {
     ra__chunk *chunk;
     int64_t chunks;
@@ -14114,9 +14067,6 @@ typedef struct ra__place {
     int64_t blocks, rows;              /* of all earlier places */
     int32_t chunk, seg;
 } ra__place;
-
-/* A segment of the keys of a rank: smallest and largest position. */
-typedef struct ra__span { int64_t first, last; int32_t rank; } ra__span;
 
 typedef struct ra__exchange {          /* a call of sendrecv */
     int32_t send, recv, returned;      /* indices in the lists of these names, -1: none. At most one
@@ -14163,7 +14113,7 @@ typedef struct ra__pass_lists {
  * chunks that do not. */
 typedef struct ra__counts { int64_t tasks, recvs, sends, own, stays; } ra__counts;
 typedef struct ra__sizes {
-    int64_t rows, key_rows;            /* of its longest sequence; key_rows only with d.train */
+    int64_t rows;                      /* of its longest sequence */
     int64_t notices_in, notices_out;   /* that end a pass with shared memory: one from each reader,
                                         * one to each owner that is read */
     int32_t panels, back_parts;
@@ -14191,7 +14141,7 @@ struct ra_plan {
     int64_t *run_begin[2];             /* RUNS: [ranks + 1] first entry in the tables */
     ra__before *before[2];             /* RUNS: of rank r from entry run_begin[r] + r on */
     int64_t key_runs;                  /* RUNS: of all ranks together */
-    ra__travel keys, queries;          /* queries: RA_TRAVEL_Q */
+    ra__travel keys;
     ra__round *round;                  /* [chunks of keys] RA_ORDER_ROUNDS; otherwise null */
     ra__place *place;                  /* all segments of keys, and one entry that ends them; not
                                         * of ARRAY */
@@ -14206,7 +14156,6 @@ struct ra_plan {
     int64_t *start;                    /* [chunks] scratch: the step in which a chunk leaves its
                                         * owner, see ra__tour_steps */
     int64_t *line;                     /* [3 ranks] scratch of ra__tour_steps */
-    ra__span *span;                    /* RA_TRAVEL_Q: scratch of ra__key_spans */
     struct ra__play *play;             /* scratch of ra__tour_exchanges */
     int32_t forward_buffers;           /* of the same plan without training */
     ra_plan_report report;             /* of d.rank */
@@ -14224,10 +14173,6 @@ RA__INLINE int32_t ra__ranks_up(const ra_plan *p, int32_t from, int32_t to) {
 /* Steps from one rank to another in a direction of travel: +1 or -1. */
 RA__INLINE int32_t ra__ranks_along(const ra_plan *p, int32_t direction, int32_t from, int32_t to) {
     return direction > 0 ? ra__ranks_up(p, from, to) : ra__ranks_up(p, to, from);
-}
-
-RA__INLINE const ra__travel *ra__back_travel(const ra_plan *p) {
-    return p->d.backward_travel == RA_TRAVEL_Q ? &p->queries : &p->keys;
 }
 
 /* 1 if the rank needs segment i of chunk c; ra__need: any segment. */
@@ -14309,14 +14254,9 @@ static int64_t ra__message_keys(const ra_desc *d, const ra__seg *s, int64_t at,
     return at + ra__round_up(heads * ra__row_bytes(d->v_dtype, d->v_dim), 64);
 }
 
-/* The same for the f32 gradients of a chunk, of all heads, without gaps. With v_in_k dK has both.
- * RA_TRAVEL_Q: dQ of both segments together, in the place of dK of the first. */
+/* The same for the f32 gradients of a chunk, of all heads, without gaps. v_in_k: dK has both. */
 static int64_t ra__message_grads(const ra_desc *d, const ra__chunk *c, int64_t at,
                                  ra__message_offsets part[2]) {
-    if (d->backward_travel == RA_TRAVEL_Q) {
-        part[0].dk = at;
-        return at + ra__round_up(ra__chunk_rows(c) * d->q_heads * d->k_dim * 4, 64);
-    }
     for (int32_t i = 0; i < c->segs; i++) {
         int64_t heads = c->seg[i].rows * d->kv_heads;
         part[i].dk = part[i].dv = at;
@@ -14330,23 +14270,12 @@ static int64_t ra__message_grads(const ra_desc *d, const ra__chunk *c, int64_t a
 
 /* Lays out the message of a chunk to the rank `hop` ranks after its owner: backward the gradients,
  * then the keys of the segments that travel that far. hop = ranks: back to its owner. Returns its
- * length. Each part starts on a multiple of 64; there is no other padding. Backward with
- * RA_TRAVEL_Q, part[0].k and .v are Q and dO of both segments together, and .pos their LSE and
- * delta [2][Hq][rows]. */
+ * length. Each part starts on a multiple of 64; there is no other padding. */
 static int64_t ra__message(const ra_desc *d, const ra__chunk *c, int back, int32_t hop,
                            ra__message_offsets part[2]) {
     const ra__reach *reach = &c->reach[back];
-    int64_t rows = ra__chunk_rows(c), at = RA__FRAME_BYTES;
+    int64_t at = RA__FRAME_BYTES;
     if (back) at = ra__message_grads(d, c, at, part);
-    if (back && d->backward_travel == RA_TRAVEL_Q) {
-        if (ra__chunk_hops(c, 1) < hop) return at;
-        part[0].k = at;
-        at += ra__round_up(rows * d->q_heads * ra__row_bytes(d->q_dtype, d->k_dim), 64);
-        part[0].v = at;
-        at += ra__round_up(rows * d->q_heads * ra__row_bytes(d->o_dtype, d->v_dim), 64);
-        part[0].pos = at;
-        return at + ra__round_up(2 * rows * d->q_heads * 4, 64);
-    }
     for (int32_t i = 0; i < c->segs; i++) {
         int32_t s = i ? 1 - reach->lead : reach->lead;
         if (reach->hops[s] < hop) break;
@@ -14436,13 +14365,12 @@ static int64_t ra__chunk_shard(const ra__side *side, int32_t b, ra__chunk *out) 
     return n;
 }
 
-/* Writes all chunks of keys, or of queries, in global order; returns how many. down: owners and
- * chunks descend. */
-static int64_t ra__chunk_all(const ra_plan *p, int keys, int down, ra__chunk *out) {
+/* Writes all chunks in global order; returns how many. down: owners and chunks descend. */
+static int64_t ra__chunk_all(const ra_plan *p, int down, ra__chunk *out) {
     int64_t n = 0;
     for (int32_t b = 0; b < p->d.sequences; b++) {
         for (int32_t i = 0; i < p->d.ranks; i++) {
-            ra__side side = ra__plan_side(p, keys, down ? p->d.ranks - 1 - i : i);
+            ra__side side = ra__plan_side(p, 1, down ? p->d.ranks - 1 - i : i);
             int64_t k = ra__chunk_shard(&side, b, out + n);
             for (int64_t j = 0; down && j < k / 2; j++) {
                 ra__chunk t = out[n + j];
@@ -14482,8 +14410,8 @@ static int ra__spans_add(ra__spans *s, int64_t from, int64_t to) {
     return 1;
 }
 
-/* Who sees what: the viewers with a bit in by[i] see positions [at[i], at[i + 1]). There are up to
- * 64 viewers: ranks, or segments of chunks of queries. */
+/* Who sees what: the viewers with a bit in by[i] see positions [at[i], at[i + 1]). Up to 64 ranks
+ * are viewers. */
 enum { RA__VIEWERS = 64, RA__VIEW_EDGES = 4 * RA__SPANS };
 typedef struct ra__views {
     int64_t at[RA__VIEW_EDGES];
@@ -14564,11 +14492,10 @@ static void ra__need_reach(const ra_plan *p, ra__chunk *c, int32_t i, int32_t ra
 }
 
 /* Marks which of 64 ranks, from `rank` on, need which of 32 chunks, from c on. rank and c are
- * multiples of 64 and 32. row[2 i + k] is segment k of chunk c + i and has a bit per rank. If
- * by_rank is 1, row[i] is rank + i and has a bit per segment. Clears the rows. */
+ * multiples of 64 and 32. row[2 i + k] is segment k of chunk c + i and has a bit per rank. Clears
+ * the rows. */
 static void ra__need_block(const ra_plan *p, const ra__travel *t, int64_t c, int32_t rank,
-                           uint64_t row[64], int by_rank) {
-    if (by_rank) ra__bits_transpose(row);
+                           uint64_t row[64]) {
     for (int32_t i = 0; i < 64; i++)
         if (row[i]) ra__need_reach(p, &t->chunk[c + i / 2], i % 2, rank, row[i]);
     ra__bits_transpose(row);
@@ -14608,36 +14535,25 @@ static uint64_t ra__views_chunk(const ra__views *v, const ra__chunk *c, int32_t 
     return by;
 }
 
-/* What viewers see. When there is no more room, ra__needs_mark marks who needs which chunk, and
- * the views begin anew. Viewers are ranks from `rank` on, which may need the chunks of keys
- * [first, end); or, if span is not null, chunks of queries from `first` on, which the ranks of
- * these keys may need. */
+/* What viewers see: ranks from `rank` on, which may need the chunks [first, end). When there is no
+ * more room, ra__needs_mark marks who needs which chunk, and the views begin anew. */
 typedef struct ra__needs {
     const ra_plan *p;
     int32_t rank;
     int64_t first, end;
-    const ra__span *span;              /* [spans] */
-    int64_t spans;
     ra__spans seen;                    /* what the current viewer sees, to be added to views */
     ra__views views;
 } ra__needs;
 
-/* Marks what the current viewers need: chunks of keys or, where there are spans, which ranks' keys
- * the rows of chunks of queries see. Ends the views. */
+/* Marks which chunks the current viewers need. Ends the views. */
 static void ra__needs_mark(ra__needs *x) {
     const ra__travel *keys = &x->p->keys;
     uint64_t row[64] = { 0 };
-    for (int64_t c = x->first; x->views.n && !x->span && c < x->end; c++) {
+    for (int64_t c = x->first; x->views.n && c < x->end; c++) {
         for (int32_t i = 0; i < keys->chunk[c].segs; i++)
             row[c % 32 * 2 + i] = ra__views_chunk(&x->views, &keys->chunk[c], i);
         if (c % 32 == 31 || c + 1 == x->end)
-            ra__need_block(x->p, keys, c / 32 * 32, x->rank, row, 0);
-    }
-    for (int64_t k = 0; x->views.n && k < x->spans; k++) {
-        const int32_t rank = x->span[k].rank;
-        row[rank % 64] |= ra__views_of(&x->views, x->span[k].first, x->span[k].last);
-        if (k + 1 == x->spans || x->span[k + 1].rank / 64 != rank / 64)
-            ra__need_block(x->p, &x->p->queries, x->first, rank / 64 * 64, row, 1);
+            ra__need_block(x->p, keys, c / 32 * 32, x->rank, row);
     }
     x->views.n = 0;
 }
@@ -14663,8 +14579,7 @@ static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
     const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
     ra__needs x;
     x.p = p;
-    x.span = NULL;
-    x.spans = x.views.n = x.seen.n = 0;
+    x.views.n = x.seen.n = 0;
     x.rank = rank;
     ra__chunk_range(&p->keys, b, &x.first, &x.end);
     for (int32_t r = 0; r < ranks && x.first < x.end; r++) {
@@ -14674,47 +14589,6 @@ static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
         ra__needs_view(&x, r);
     }
     ra__needs_mark(&x);
-}
-
-/* Marks which ranks need the chunks of queries [c, end) of one sequence, as far as the next
- * multiple of 32. A rank needs a chunk if the chunk's rows may see one of the rank's keys. */
-static void ra__chunk_q_needs(const ra_plan *p, int64_t c, int64_t end, const ra__span *span,
-                              int64_t spans) {
-    ra__needs x;
-    x.p = p;
-    x.span = span;
-    x.spans = spans;
-    x.views.n = x.seen.n = x.rank = 0;
-    x.first = c / 32 * 32;
-    x.end = ra__min(end, x.first + 32);
-    for (; c < x.end; c++) {
-        const ra__chunk *chunk = &p->queries.chunk[c];
-        for (int32_t i = 0; i < chunk->segs; i++) {
-            const int32_t viewer = (int32_t)(c - x.first) * 2 + i;
-            for (int64_t j = 0; j < ra__seg_blocks(chunk, i); j++) {
-                ra__seg rows = ra__seg_block_at(chunk, i, j);
-                ra__bounds bounds = ra__query_bounds(&p->d, chunk->sequence, &rows);
-                ra__needs_rows(&x, &bounds, viewer);
-            }
-            ra__needs_view(&x, viewer);
-        }
-    }
-    ra__needs_mark(&x);
-}
-
-/* Writes the spans of the keys of sequence b on all ranks; returns how many. */
-static int64_t ra__key_spans(const ra_plan *p, int32_t b, ra__span *span) {
-    int64_t n = 0;
-    for (int32_t r = 0; r < p->d.ranks; r++) {
-        ra__side side = ra__plan_side(p, 1, r);
-        ra__seg s;
-        for (int64_t i = 0; ra__side_seg(&side, b, i, &s); i++) {
-            if (!s.rows) continue;
-            ra__seg_span(&s, NULL, &span[n].first, &span[n].last);
-            span[n++].rank = r;
-        }
-    }
-    return n;
 }
 
 /* -------------------------------------------------------------------------- tours
@@ -14727,8 +14601,7 @@ typedef struct ra__tour {
 } ra__tour;
 
 static ra__tour ra__tour_of(const ra_plan *p, int back) {
-    const ra__tour w = { p, back ? ra__back_travel(p) : &p->keys, back,
-                         back ? p->back.direction : p->forward.direction };
+    const ra__tour w = { p, &p->keys, back, back ? 1 : p->forward.direction };
     return w;
 }
 
@@ -14895,8 +14768,8 @@ static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) 
  * of gradients that return are odd and all others even, so a rank never receives two messages at
  * once.
  *
- * Work is estimated from what a few blocks of queries see of the chunk (with RA_TRAVEL_Q: from what
- * blocks of the chunk see of the rank's keys). A poor estimate costs only time. */
+ * Work is estimated from what a few blocks of queries see of the chunk. A poor estimate costs only
+ * time. */
 enum { RA__MOMENT_BITS = 24, RA__WORK_BITS = 36, RA__SAMPLES = 64 };
 
 typedef struct ra__play_slot { int64_t arrived, folded, sent; } ra__play_slot;
@@ -14998,8 +14871,8 @@ RA__INLINE int64_t ra__play_sample(int64_t i, int64_t blocks, int64_t n) {
     return ra__min((2 * i + 1) * blocks / (2 * n) / 2 * 2 + i % 2, blocks - 1);
 }
 
-/* Sets what the samples of a rank's queries see, in the order of units. With ARRAY or RA_TRAVEL_Q
- * there are none. */
+/* Sets what the samples of a rank's queries see, in the order of units. With ARRAY there are
+ * none. */
 static void ra__play_sample_masks(const ra__tour *w, ra__play *y, int32_t rank) {
     const ra__side side = ra__plan_side(w->p, 0, rank);
     ra__play_rank *s = &y->rank[rank];
@@ -15007,7 +14880,7 @@ static void ra__play_sample_masks(const ra__tour *w, ra__play *y, int32_t rank) 
     ra__chunk all;
     int32_t which;
     s->samples = 0;
-    if (side.layout == RA_LAYOUT_ARRAY || w->t == &w->p->queries) return;
+    if (side.layout == RA_LAYOUT_ARRAY) return;
     ra__chunk_side(&side, s->sequence, &all);
     for (; s->samples < n; s->samples++) {
         const int64_t at = ra__play_sample(s->samples, s->blocks, n);
@@ -15026,30 +14899,9 @@ static ra__seg ra__play_seg(const ra__chunk *c, int32_t i) {
     return s;
 }
 
-/* RA_TRAVEL_Q: work of a chunk of queries on a rank, from some of its blocks and, with RUNS, some
- * runs of the rank's keys. */
-static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank) {
-    ra__side side = ra__plan_side(w->p, 1, rank);
-    const int64_t blocks = ra__chunk_blocks(c), n = ra__min(ra__play_samples(w->p), blocks);
-    const int64_t runs = side.layout == RA_LAYOUT_RUNS ? side.list.count : 0;
-    const int64_t skip = ra__max(1, runs / ra__max(1, n));
-    int64_t all = 0;
-    ra__bounds x[RA__SAMPLES];
-    ra__seg s;
-    for (int64_t i = 0; i < n; i++) {
-        const int64_t at = ra__play_sample(i, blocks, n);
-        int32_t which;
-        ra__seg rows = ra__chunk_block(c, RA_ORDER_ASCENDING, at, &which);
-        x[i] = ra__query_bounds(&w->p->d, c->sequence, &rows);
-    }
-    for (int64_t i = 0; ra__side_seg(&side, c->sequence, i, &s); i += skip)
-        if (s.rows) all += ra__play_keys_seen(&s, x, n);
-    return n ? ra__mul_sat(ra__mul_sat(all, skip), blocks) / n : 0;
-}
-
 /* How many blocks of a sequence a rank holds: of the side that stays (stays 1) or travels (0). */
 static int64_t ra__play_blocks(const ra__tour *w, int stays, int32_t rank, int32_t b) {
-    ra__side side = ra__plan_side(w->p, stays == (w->t == &w->p->queries), rank);
+    ra__side side = ra__plan_side(w->p, !stays, rank);
     return ra__side_blocks(&side, b);
 }
 
@@ -15100,7 +14952,6 @@ static int64_t ra__play_some(const ra__tour *w, const ra__play *y, int32_t rank,
 static int64_t ra__play_all(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c) {
     if (w->p->d.layout.kind == RA_LAYOUT_ARRAY)
         return ra__mul_sat(ra__chunk_rows(&w->t->chunk[c]), y->rank[rank].blocks);
-    if (w->t == &w->p->queries) return ra__play_seen(w, &w->t->chunk[c], rank);
     return ra__play_some(w, y, rank, c, 0, y->rank[rank].samples);
 }
 
@@ -15404,16 +15255,12 @@ static int64_t ra__tour_exchanges(const ra__tour *w, ra__play *y, int64_t tiles,
  * The memory of a ring: its structs, how they are laid out in one workspace, and how many bytes
  * that takes. The plan reports these bytes, so they are counted here, before it. */
 
-/* Bytes of the longest gradients of a chunk; RA_TRAVEL_Q: of the longest message, which has the
- * chunk's rows too. */
+/* Bytes of the longest gradients of a chunk. */
 static int64_t ra__plan_grad_bytes(const ra_plan *p) {
-    const ra__travel *t = ra__back_travel(p);
     ra__message_offsets part[2];
     int64_t most = 0;
-    for (int64_t c = 0; c < t->chunks; c++)
-        most = ra__max(most, p->d.backward_travel == RA_TRAVEL_Q
-                                 ? ra__message(&p->d, &t->chunk[c], 1, 0, part)
-                                 : ra__message_grads(&p->d, &t->chunk[c], 0, part));
+    for (int64_t c = 0; c < p->keys.chunks; c++)
+        most = ra__max(most, ra__message_grads(&p->d, &p->keys.chunk[c], 0, part));
     return most;
 }
 
@@ -15513,18 +15360,11 @@ typedef struct ra__turn {
                                         * that it has folded of that entry: see RESUME */
 } ra__turn;
 
-/* A chunk of queries in a message, and a call on its rows, which are numbered anew: one segment
- * after the other. */
-typedef struct ra__packed { ra__work w; ra__back b; ra__chunk c; uint8_t *sums; } ra__packed;
-
 /* A task in hand of a backward pass: the one that a thread works on or has left half done. Sums of
- * the side that travels begin and end with a chunk, those of the other side with the list of chunks
- * of a sequence. */
+ * keys begin and end with a chunk, those of queries with the list of chunks of a sequence. */
 typedef struct ra__back_hand {
     ra__back_scratch x;
     ra__back_slice s;
-    ra__packed p;                      /* RA_TRAVEL_Q: the chunk */
-    ra__bounds seen;                   /* RA_TRAVEL_Q: of all its rows */
     ra__item item;                     /* its keys, with their gradients */
     ra__grads g;
     int32_t keys_first, keys_last;     /* 1: dK and dV begin at 0; at the end go to the caller */
@@ -15651,8 +15491,6 @@ struct ra_ring {
     int64_t **owner_alive;             /* [sources] under comm: `alive` of an owner read here */
 
     int64_t claim_fold, claim_task;    /* under sched */
-    int64_t packing, packed;           /* RA_TRAVEL_Q: own chunks of queries up to this entry of
-                                        * fold are being packed (under sched), are packed */
     int64_t folded;                    /* entries of lists->fold that all tasks have folded */
     ra__turn *turn;                    /* [tasks] */
     ra__desk *desk;                    /* [threads of the plan] */
@@ -15676,8 +15514,7 @@ struct ra_ring {
     int32_t corrupt;                   /* 1: the checksum of what follows the frame was wrong */
     ra__back back;                     /* backward from here on */
     ra__view d_kv[2];                  /* the caller's dK and dV */
-    float *dq;                         /* RA_TRAVEL_KV: [B][rows][Hq][Dk] sums */
-    float *dk, *dv;                    /* RA_TRAVEL_Q: [B][key rows][Hkv][Dk], [Dv] sums */
+    float *dq;                         /* [B][rows][Hq][Dk] sums */
     int64_t grad_slots, grad_bytes;
     int64_t returns_folded;            /* own chunks that returned and no longer need a buffer */
     uint8_t *grad_buf;                 /* gradients of own chunks that stay, or all if shared */
@@ -15761,7 +15598,6 @@ static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task_be
     }
     if (!p->d.train) return s;
     ra__plan_pass_sizes(&back, rank, &s.back);
-    s.key_rows = ra__plan_rows(p, 1, rank);
     return s;
 }
 
@@ -15851,22 +15687,13 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     const ra_desc *d = &p->d;
     int64_t heads = d->sequences * n->rows * d->q_heads, before, state;
     int64_t align = ra__max(64, (int64_t)r->tp.align), own = n->back.own + n->back.stays;
-    int64_t longest = p->back.return_bytes;
+    const int64_t longest = r->shared ? RA__FRAME_BYTES + RA__ADDRESS_BYTES : p->back.return_bytes;
     (void)ra__carve(a, (int64_t)sizeof *r);
     before = a->used;
-    r->dq = r->dk = r->dv = NULL;
-    if (d->backward_travel == RA_TRAVEL_Q) {
-        int64_t keys = d->sequences * n->key_rows * d->kv_heads;
-        r->dk = (float *)ra__carve(a, keys * d->k_dim * 4);
-        r->dv = (float *)ra__carve(a, d->v_in_k ? 0 : keys * d->v_dim * 4);
-    } else {
-        r->dq = (float *)ra__carve(a, heads * d->k_dim * 4);
-    }
+    r->dq = (float *)ra__carve(a, heads * d->k_dim * 4);
     r->turn = (ra__turn *)ra__carve(a, n->back.tasks * d->sequences * (int64_t)sizeof *r->turn);
     state = a->used - before;
     ra__ring_carve_links(a, p, &n->back, p->back.chunk_bytes, r);
-    if (d->backward_travel == RA_TRAVEL_Q) longest = p->back.chunk_bytes;
-    if (r->shared) longest = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
     ra__queue_carve(a, &r->queue[RA__RETURNS],
                     ra__min(n->back.own, r->shared ? RA__SHARED_BUFFERS : RA__RETURN_SLOTS),
                     longest, align);
@@ -15945,14 +15772,14 @@ static void ra__agree_plain(const ra_desc *d, uint64_t *topic) {
                               d->k_dim, d->v_dim, d->v_in_k, d->v_column, d->tokens, d->kv_tokens,
                               d->q_offset };
     const int64_t dtypes[] = { d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype };
-    const int64_t training[] = { d->train, d->grad_dtype, d->grad_return, d->backward_travel };
+    const int64_t training[] = { d->train, d->grad_dtype, d->grad_return };
     const int64_t messages[] = { d->chunk_tokens, d->buffers, d->order };
     const float scores[] = { d->scale, d->softcap };
     topic[RA__AGREE_SIZES] = ra__hash_fields(sizes, sizeof sizes / sizeof *sizes);
     topic[RA__AGREE_DTYPES] = ra__hash_fields(dtypes, sizeof dtypes / sizeof *dtypes);
     topic[RA__AGREE_SCORES] = ra__hash(ra__hash_i64(RA__HASH_START, d->scores), scores,
                                        sizeof scores);
-    topic[RA__AGREE_TRAINING] = ra__hash(ra__hash_fields(training, 4), &d->dropout,
+    topic[RA__AGREE_TRAINING] = ra__hash(ra__hash_fields(training, 3), &d->dropout,
                                          sizeof d->dropout);
     topic[RA__AGREE_MESSAGES] = ra__hash(ra__hash_fields(messages, 3), &d->rates, sizeof d->rates);
 }
@@ -16109,7 +15936,7 @@ static void ra__lists_carve(ra__arena *a, ra__pass_lists *w, int64_t n, int64_t 
 
 /* Carves the scratch of ra__tour_exchanges. Own chunks may be folded twice. */
 static void ra__play_carve(ra__arena *a, ra_plan *p) {
-    const int64_t chunks = ra__max(p->keys.chunks, p->queries.chunks), ranks = p->d.ranks;
+    const int64_t chunks = p->keys.chunks, ranks = p->d.ranks;
     ra__play y;
     memset(&y, 0, sizeof y);
     p->play = (ra__play *)ra__carve(a, (int64_t)sizeof y);
@@ -16125,30 +15952,24 @@ static void ra__play_carve(ra__arena *a, ra_plan *p) {
     if (a->base) *p->play = y;
 }
 
-/* Carves what depends on the number of chunks: at most `keys` of keys and `queries` of queries. */
-static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queries) {
+/* Carves what depends on the number of chunks: at most so many. Backward, own chunks may be folded
+ * twice. */
+static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t chunks) {
     const int32_t B = p->d.sequences;
-    const int q = p->d.train && p->d.backward_travel == RA_TRAVEL_Q;
-    int64_t places = 2 * keys + 1, spans = 2 * (int64_t)p->d.ranks, back;
-    if (p->d.layout.kind == RA_LAYOUT_RUNS) {
-        places += p->key_runs * B;
-        spans = p->key_runs;
-    }
+    int64_t places = 2 * chunks + 1;
+    if (p->d.layout.kind == RA_LAYOUT_RUNS) places += p->key_runs * B;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) places = 0;
-    ra__travel_carve(a, p, &p->keys, keys);
-    ra__travel_carve(a, p, &p->queries, q ? queries : 0);
+    ra__travel_carve(a, p, &p->keys, chunks);
     p->round = NULL;
     if (p->d.order && p->d.ranks > 1)
-        p->round = (ra__round *)ra__carve(a, keys * (int64_t)sizeof(ra__round));
+        p->round = (ra__round *)ra__carve(a, chunks * (int64_t)sizeof(ra__round));
     p->place = (ra__place *)ra__carve(a, places * (int64_t)sizeof(ra__place));
     p->place_begin = (int64_t *)ra__carve(a, ((int64_t)B + 1) * 8);
-    p->start = (int64_t *)ra__carve(a, ra__max(keys, p->queries.chunks) * 8);
+    p->start = (int64_t *)ra__carve(a, chunks * 8);
     p->line = (int64_t *)ra__carve(a, 3 * (int64_t)p->d.ranks * 8);
-    p->span = (ra__span *)ra__carve(a, q ? spans * (int64_t)sizeof(ra__span) : 0);
     ra__play_carve(a, p);
-    ra__lists_carve(a, &p->forward, keys, keys + B, 2 * keys, 0);
-    back = p->d.train ? ra__back_travel(p)->chunks : 0;        /* own chunks may be folded twice */
-    if (p->d.train) ra__lists_carve(a, &p->back, back, 2 * back + B, 3 * back, back);
+    ra__lists_carve(a, &p->forward, chunks, chunks + B, 2 * chunks, 0);
+    if (p->d.train) ra__lists_carve(a, &p->back, chunks, 2 * chunks + B, 3 * chunks, chunks);
 }
 
 static void ra__lists_recv(ra__pass_lists *r, int64_t chunk, int32_t fold, int32_t send) {
@@ -16569,42 +16390,7 @@ static void ra__report_pass(const ra_plan *p, int32_t rank, int back, double pai
     f->flops = 2.0 * dims * p->d.q_heads * pairs;
     f->chunk_bytes = lists->chunk_bytes;
     f->direction = lists->direction;
-    f->travel = back ? p->d.backward_travel : RA_TRAVEL_KV;
     f->bits_any_ranks = p->on_grid && (back ? p->same_positions : !p->d.engine && !p->round);
-}
-
-/* Adds the blocks of a rank's keys of sequence b for one block of queries. */
-static void ra__tally_rank(const ra_plan *p, int32_t rank, int32_t b, const ra__bounds *bounds,
-                           ra__tally *tally) {
-    ra__side side = ra__plan_side(p, 1, rank);
-    ra__edges edges = ra__edges_of(bounds);
-    int64_t c, end, first, last;
-    ra__seg s;
-    ra__chunk_range(&p->keys, b, &c, &end);
-    for (; side.layout == RA_LAYOUT_RUNS && c < end; c++) {    /* chunks first: runs may be many */
-        const ra__chunk *chunk = &p->keys.chunk[c];
-        if (chunk->owner != rank) continue;
-        ra__chunk_span(chunk, 0, &first, &last);
-        int kind = ra__classify(bounds, first, last);
-        if (kind != RA__PARTIAL) tally->tiles[kind] += ra__chunk_blocks(chunk);
-        for (int32_t i = 0; kind == RA__PARTIAL && i < ra__chunk_pieces(chunk); i++)
-            ra__tally_seg(chunk, i, bounds, &edges, tally);
-    }
-    for (int64_t j = 0; side.layout != RA_LAYOUT_RUNS && ra__side_seg(&side, b, j, &s); j++)
-        if (s.rows) ra__tally_run(&s, bounds, &edges, tally);
-}
-
-/* RA_TRAVEL_Q: the tiles of all chunks of queries against this rank's keys. */
-static void ra__report_q_tiles(const ra_plan *p, int32_t rank, ra__tally *tally) {
-    for (int64_t c = 0; c < p->queries.chunks; c++) {
-        const ra__chunk *chunk = &p->queries.chunk[c];
-        for (int64_t i = 0; i < ra__chunk_blocks(chunk); i++) {
-            int32_t which;
-            ra__seg rows = ra__chunk_block(chunk, RA_ORDER_ASCENDING, i, &which);
-            ra__bounds bounds = ra__query_bounds(&p->d, chunk->sequence, &rows);
-            ra__tally_rank(p, rank, chunk->sequence, &bounds, tally);
-        }
-    }
 }
 
 static void ra__report_heads(const ra_plan *p, const ra__tally *one, ra_pass_figures *f) {
@@ -16614,11 +16400,9 @@ static void ra__report_heads(const ra_plan *p, const ra__tally *one, ra_pass_fig
 }
 
 static void ra__report_all_tiles(const ra_plan *p, int32_t rank, ra_plan_report *r) {
-    ra__tally one = ra__report_rank_tiles(p, rank), q = { { 0, 0, 0 } };
+    const ra__tally one = ra__report_rank_tiles(p, rank);
     ra__report_heads(p, &one, &r->forward);
-    if (!p->d.train) return;
-    if (p->d.backward_travel == RA_TRAVEL_Q) ra__report_q_tiles(p, rank, &q);
-    ra__report_heads(p, p->d.backward_travel == RA_TRAVEL_Q ? &q : &one, &r->backward);
+    if (p->d.train) ra__report_heads(p, &one, &r->backward);
 }
 
 static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r) {
@@ -16775,24 +16559,13 @@ static double ra__predict_pass(const ra_plan *p, const ra_rates *rates, int32_t 
 }
 
 /* -------------------------------------------------------------------------- plans */
-/* Lists the chunks of queries, and marks who needs them. */
-static void ra__plan_queries(ra_plan *p) {
-    p->queries.chunks = ra__chunk_all(p, 0, 0, p->queries.chunk);
-    for (int32_t b = 0; b < p->d.sequences; b++) {
-        int64_t c, end, spans = ra__key_spans(p, b, p->span);
-        ra__chunk_range(&p->queries, b, &c, &end);
-        for (; c < end; c = c / 32 * 32 + 32) ra__chunk_q_needs(p, c, end, p->span, spans);
-    }
-}
 
 /* Sets up the backward pass. Owners fold their chunks twice (see SCHEDULE) if queries and keys are
  * the same positions of a contiguous or zigzag layout. Under RA_ORDER_DESCENDING no row comes
  * before its key, and once is enough. */
 static void ra__plan_fill_back(ra_plan *p) {
-    int q = p->d.backward_travel == RA_TRAVEL_Q;
-    if (q) ra__plan_queries(p);
     p->owner_folds_twice = p->same_positions && p->cut[0] && p->order == RA_ORDER_ASCENDING;
-    p->back.direction = p->order == RA_ORDER_DESCENDING && q ? -1 : 1;
+    p->back.direction = 1;
     ra__tour w = ra__tour_of(p, 1);
     (void)ra__tour_hops(&w);
     (void)ra__tour_steps(&w, p->line, p->start);
@@ -16801,9 +16574,9 @@ static void ra__plan_fill_back(ra_plan *p) {
 }
 
 /* Empty tiles of chunks that never reach this rank. A pass counts them without visiting them. */
-static int64_t ra__plan_unvisited(const ra_plan *p, const ra__travel *t) {
-    int keys = t == &p->queries;                       /* what stays here */
-    ra__side side = ra__plan_side(p, keys, p->d.rank);
+static int64_t ra__plan_unvisited(const ra_plan *p) {
+    const ra__travel *t = &p->keys;
+    ra__side side = ra__plan_side(p, 0, p->d.rank);
     int64_t n = 0, blocks = 0;
     for (int64_t c = 0; c < t->chunks; c++) {
         int32_t b = t->chunk[c].sequence;
@@ -16831,7 +16604,7 @@ static void ra__plan_fill(ra_plan *p) {
         ra__pass_lists *lists = back ? &p->back : &p->forward;
         tour = ra__tour_of(p, back);
         ra__lists_fill(&tour, lists);
-        lists->unvisited = ra__plan_unvisited(p, tour.t);
+        lists->unvisited = ra__plan_unvisited(p);
     }
     ra__plan_readers(p);
 }
@@ -16855,11 +16628,11 @@ static void ra__plan_exchanges(const ra_plan *plan) {
     ra__store_i32(&p->play->state, RA__PLAY_DONE);
 }
 
-/* Rows of sequence b on all ranks together: those of the tables if there are any. */
-static int64_t ra__layout_rows(const ra_desc *d, int32_t b, int keys) {
+/* Key rows of sequence b on all ranks together: those of the tables if there are any. */
+static int64_t ra__layout_rows(const ra_desc *d, int32_t b) {
     const ra_layout *l = &d->layout;
-    const int64_t *rows = keys && l->k_rows ? l->k_rows : l->q_rows;
-    const int runs_of_k = keys && l->k_runs != NULL;
+    const int64_t *rows = l->k_rows ? l->k_rows : l->q_rows;
+    const int runs_of_k = l->k_runs != NULL;
     const ra_run *run = runs_of_k ? l->k_runs : l->q_runs;
     int64_t n = 0;
     if (l->kind == RA_LAYOUT_RUNS) {
@@ -16868,24 +16641,23 @@ static int64_t ra__layout_rows(const ra_desc *d, int32_t b, int keys) {
     } else if (l->kind == RA_LAYOUT_ARRAY) {
         for (int32_t r = 0; r < d->ranks; r++) n = ra__add_sat(n, rows[r]);
     } else {
-        n = ra__len(d, b, keys);
+        n = ra__k_len(d, b);
     }
     return n;
 }
 
 /* An upper bound on chunks: each shard of a sequence adds one to rows / chunk_tokens. */
-static int64_t ra__plan_most_chunks(const ra_desc *d, int keys) {
+static int64_t ra__plan_most_chunks(const ra_desc *d) {
     int64_t n = 0;
     for (int32_t b = 0; b < d->sequences; b++)
-        n += ra__layout_rows(d, b, keys) / d->chunk_tokens + d->ranks;
+        n += ra__layout_rows(d, b) / d->chunk_tokens + d->ranks;
     return n;
 }
 
-static void ra__plan_carve(ra__arena *a, ra_plan *p, const ra_desc *full, int64_t keys,
-                           int64_t queries) {
+static void ra__plan_carve(ra__arena *a, ra_plan *p, const ra_desc *full, int64_t chunks) {
     (void)ra__carve(a, (int64_t)sizeof *p);
     ra__plan_arrays(a, p, full);
-    ra__plan_lists(a, p, keys, queries);
+    ra__plan_lists(a, p, chunks);
 }
 
 RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a) {
@@ -16904,12 +16676,11 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     s = a ? ra__check_allocator(a, "allocator", d->error) : RA_OK;
     if (s) return s;
     memset(&probe, 0, sizeof probe);
-    int64_t keys = ra__plan_most_chunks(&full, 1);
-    int64_t queries = ra__plan_most_chunks(&full, 0);
-    if (keys > INT32_MAX / 2 || queries > INT32_MAX / 2)
+    const int64_t chunks = ra__plan_most_chunks(&full);
+    if (chunks > INT32_MAX / 2)
         return ra__refuse_pair(d->error, RA_E_OVERFLOW, "chunk_tokens",
                                "# leads to more than @ chunks", full.chunk_tokens, INT32_MAX / 2);
-    ra__plan_carve(&arena, &probe, &full, keys, queries);
+    ra__plan_carve(&arena, &probe, &full, chunks);
     int64_t bytes = arena.used;
     arena.base = (uint8_t *)ra__alloc(a, bytes, 64);
     if (!arena.base)
@@ -16920,14 +16691,14 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     memset(p, 0, sizeof *p);
     p->bytes = bytes;
     if (a) p->allocator = *a;
-    ra__plan_carve(&arena, p, &full, keys, queries);
+    ra__plan_carve(&arena, p, &full, chunks);
     ra__agree(d, &full, &p->agreed);
     p->forward_buffers = full.buffers;
     full.train = 0;
     if (!d->buffers) p->forward_buffers = ra__default_buffers(&full);
     ra__plan_cuts(p);
-    p->keys.chunks = ra__chunk_all(p, 1, p->order == RA_ORDER_DESCENDING, p->keys.chunk);
-    RINGATTN_ASSERT(p->keys.chunks <= keys);
+    p->keys.chunks = ra__chunk_all(p, p->order == RA_ORDER_DESCENDING, p->keys.chunk);
+    RINGATTN_ASSERT(p->keys.chunks <= chunks);
     ra__plan_fill(p);
     ra__plan_report(p, p->d.rank, &p->report);
     p->d.error = NULL;
@@ -18243,8 +18014,7 @@ static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
 
 /* Gradients of own chunk `own` if they do not travel in its messages. */
 static uint8_t *ra__ring_grads(const ra_ring *r, int64_t own) {
-    return r->grad_buf + own % r->grad_slots * r->grad_bytes +
-           (r->plan->d.backward_travel == RA_TRAVEL_Q ? RA__FRAME_BYTES : 0);
+    return r->grad_buf + own % r->grad_slots * r->grad_bytes;
 }
 
 /* Buffer of own chunk i of those that leave. */
@@ -18293,47 +18063,6 @@ static void ra__pack_seg(const ra_ring *r, uint8_t *to, ra__view from, const ra_
     }
 }
 
-/* RA_TRAVEL_Q: packs own rows of queries s, from row `at` of the chunk on, into its message. */
-static void ra__ring_pack_q_rows(const ra_ring *r, const ra__chunk *chunk, const ra__seg *s,
-                                 int64_t at, uint8_t *message) {
-    const ra_desc *d = &r->plan->d;
-    const int32_t b = chunk->sequence;
-    const int64_t rows = ra__chunk_rows(chunk);
-    const int64_t q_row = ra__row_bytes(d->q_dtype, d->k_dim);
-    const int64_t o_row = ra__row_bytes(d->o_dtype, d->v_dim);
-    uint32_t mode = ra__fp_enter();
-    ra__message_offsets part[2];
-    (void)ra__message(d, chunk, 1, 0, part);
-    float *stats = (float *)(void *)(message + part[0].pos) + at;
-    ra__pack_rows(message + part[0].k + at * d->q_heads * q_row,
-                  ra__view_at(r->work.q, b, s->row, 0), s->rows, d->q_heads, q_row);
-    ra__pack_rows(message + part[0].v + at * d->q_heads * o_row,
-                  ra__view_at(r->back.d_o, b, s->row, 0), s->rows, d->q_heads, o_row);
-    for (int32_t h = 0; h < d->q_heads; h++, stats += rows) {
-        ra__view lse = ra__view_at(r->work.lse, b, s->row, h);
-        ra__source o = ra__source_of(ra__view_at(r->work.o, b, s->row, h), d->o_dtype, d->v_dim);
-        ra__source g = ra__source_of(ra__view_at(r->back.d_o, b, s->row, h), d->o_dtype, d->v_dim);
-        for (int64_t j = 0; j < s->rows; j++, lse.data += lse.token)
-            memcpy(stats + j, lse.data, sizeof *stats);
-        r->work.kernel->deltas(stats + d->q_heads * rows, &o, &g, (int32_t)s->rows);
-    }
-    ra__fp_leave(mode);
-}
-
-/* The same with all rows of an own chunk. */
-static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *message,
-                            const ra__between *pause) {
-    int64_t at = 0;
-    for (int32_t i = 0; i < chunk->segs; i++)
-        for (int64_t j = 0; j < chunk->seg[i].rows; j += RA_BLOCK_TOKENS) {
-            const ra__seg s = ra__seg_part(&chunk->seg[i], j,
-                                           ra__min(RA_BLOCK_TOKENS, chunk->seg[i].rows - j));
-            ra__ring_pack_q_rows(r, chunk, &s, at, message);
-            at += s.rows;
-            ra__between_pieces(pause);
-        }
-}
-
 /* Packs the keys of a chunk into a message for the next rank. kv, at: of its owner's shard, all
  * sequences. */
 static void ra__pack_keys(const ra_ring *r, const ra__chunk *chunk, const ra__view kv[2],
@@ -18361,7 +18090,6 @@ static void ra__pack_keys(const ra_ring *r, const ra__chunk *chunk, const ra__vi
 /* Packs own chunk c, or its address, into a message: number `own` of those that leave. Backward its
  * gradients are there already. */
 static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *message) {
-    const ra_desc *d = &r->plan->d;
     const ra__chunk *chunk = &r->lists->chunk[c];
     ra__frame f = ra__ring_frame(r, ra__ring_kind(r), r->rank, c, ra__ring_length(r, c, 1));
     memcpy(message, &f, sizeof f);
@@ -18379,7 +18107,6 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *mes
         memcpy(message + RA__FRAME_BYTES, &a, sizeof a);
         return;
     }
-    if (r->lists->backward && d->backward_travel == RA_TRAVEL_Q) return; /* packed at its start */
     ra__pack_keys(r, chunk, r->kv, &r->t.k_pos, message);
 }
 
@@ -18609,20 +18336,14 @@ static int ra__ring_list(const ra_ring *r) {
     return n;
 }
 
-/* The most tiles that any one rank computes in a pass. Under RA_TRAVEL_Q a rank computes what all
- * queries see of its keys, and this is a bound: at most what is seen on all ranks together, and at
- * most all tiles of one rank. */
-static int64_t ra__most_tiles(const ra_plan *p, int backward) {
-    int64_t most = 0, total = 0, all = 0, tiles;
+/* The most tiles that any one rank computes in a pass. */
+static int64_t ra__most_tiles(const ra_plan *p) {
+    int64_t most = 0;
     for (int32_t r = 0; r < p->d.ranks; r++) {
         const ra__tally n = ra__report_rank_tiles(p, r);
-        tiles = ra__tally_seen(&n);
-        most = ra__max(most, tiles);
-        total = ra__add_sat(total, tiles);
-        all = ra__max(all, ra__add_sat(tiles, n.tiles[RA__EMPTY]));
+        most = ra__max(most, ra__tally_seen(&n));
     }
-    tiles = backward && p->d.backward_travel == RA_TRAVEL_Q ? ra__min(total, all) : most;
-    return ra__mul(tiles, p->d.q_heads, &tiles) ? tiles : INT64_MAX;
+    return ra__mul_sat(most, p->d.q_heads);
 }
 
 /* How long nothing may move while this rank waits: 60 s plus the time that a healthy neighbour may
@@ -18634,7 +18355,7 @@ static int64_t ra__ring_patience(ra_ring *r) {
     int64_t done = ra__load_i64(&c->tiles_partial) + ra__load_i64(&c->tiles_full), ns;
     if (r->rd.watchdog_ns) return r->rd.watchdog_ns;
     if (!ra__load_i64(&r->most_tiles))
-        ra__store_i64(&r->most_tiles, ra__max(1, ra__most_tiles(r->plan, r->lists->backward)));
+        ra__store_i64(&r->most_tiles, ra__max(1, ra__most_tiles(r->plan)));
     ns = (int64_t)400 * (d->k_dim + d->v_dim);         /* a tile at 20 GFLOP/s */
     if (r->lists->backward) ns *= 3;
     if (done) ns = ra__load_i64(&c->compute_ns) / done;
@@ -18838,25 +18559,6 @@ static void ra__ring_grad_views(const ra_desc *d, const ra__chunk *c, const uint
     }
 }
 
-/* RA_TRAVEL_Q: writes dQ of a block of an own chunk, of the heads of one kv head, from packed
- * sums. */
-static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t kv_head,
-                                 int64_t block, const uint8_t *sums) {
-    const ra_desc *d = &r->plan->d;
-    int32_t group = d->q_heads / d->kv_heads, which;
-    ra__view packed = ra__view_packed(sums, d->q_heads, d->k_dim, RA_F32);
-    ra__seg s = ra__chunk_block(c, RA_ORDER_ASCENDING, block, &which);
-    int64_t row = s.row - c->seg[which].row + (which ? c->seg[0].rows : 0);
-    uint32_t mode = ra__fp_enter();
-    for (int64_t j = 0; j < s.rows && r->back.d_q.data; j++)
-        for (int32_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
-            ra__view q = ra__view_at(r->back.d_q, c->sequence, s.row + j, h);
-            ra__view x = ra__view_at(packed, 0, row + j, h);
-            r->work.kernel->put_grad(ra__view_out(q), ra__view_floats(x), d->grad_dtype, d->k_dim);
-        }
-    ra__fp_leave(mode);
-}
-
 /* Rows of a chunk's segments from `at` on, at most a block of one segment, with their gradients;
  * returns how many. */
 static int64_t ra__grads_rows(const ra__chunk *all, const ra__grads *g, int64_t at, ra__chunk *c,
@@ -18872,35 +18574,21 @@ static int64_t ra__grads_rows(const ra__chunk *all, const ra__grads *g, int64_t 
     return c->seg[0].rows;
 }
 
-/* Adds the i-th returned gradients, of all heads, to the caller's. */
+/* Adds the i-th returned gradients, of all heads, to the caller's: nothing is left to fold. */
 static void ra__ring_return_over(const ra_ring *r, int64_t i) {
     const ra_desc *d = &r->plan->d;
     const ra__chunk *c = &r->lists->chunk[r->lists->returned[i].chunk];
     const uint8_t *sums = ra__ring_message_grads(r, ra__queue_buf(&r->queue[RA__RETURNS], i));
-    const int q = d->backward_travel == RA_TRAVEL_Q;
-    const int64_t end = q ? ra__chunk_blocks(c) : ra__chunk_rows(c);
+    const int64_t rows = ra__chunk_rows(c);
     ra__grads g, part;
     ra__chunk some;
     for (int32_t h = 0; h < d->kv_heads; h++) {
-        if (!q) ra__ring_grad_views(d, c, sums, h, &g);
-        for (int64_t at = 0; at < end; ra__between_pieces(&r->pause)) {
-            if (q) {
-                ra__ring_hand_over_q(r, c, h, at++, sums);
-            } else {
-                at += ra__grads_rows(c, &g, at, &some, &part);
-                ra__grads_finish(&r->back, &some, h, r->d_kv, &part);
-            }
+        ra__ring_grad_views(d, c, sums, h, &g);
+        for (int64_t at = 0; at < rows; ra__between_pieces(&r->pause)) {
+            at += ra__grads_rows(c, &g, at, &some, &part);
+            ra__grads_finish(&r->back, &some, h, r->d_kv, &part);
         }
     }
-}
-
-/* Gradients of an own chunk have returned: adds them to the caller's if nothing is left to fold. */
-static void ra__ring_returned(const ra_ring *r, int64_t i) {
-    const ra__returned *at = &r->lists->returned[i];
-    if (at->fold < 0) ra__ring_return_over(r, i);
-    else if (r->plan->d.backward_travel == RA_TRAVEL_Q && !r->shared)
-        ra__ring_pack_q(r, &r->lists->chunk[at->chunk], ra__queue_buf(&r->queue[RA__RETURNS], i),
-                        &r->pause);
 }
 
 /* Takes the messages of a queue that have ended, in order. The failure of a hello or notice is
@@ -18923,7 +18611,7 @@ static int ra__ring_take(ra_ring *r, int which) {
             ra__ring_note_owner(r, ra__queue_op(queue, i), r->lists->chunk[c].owner);
         if (which == RA__SENDS && r->lists->send[i].recv < 0)
             ra__store_i64(&r->own_sent, r->own_sent + 1);
-        if (which == RA__RETURNS) ra__ring_returned(r, i);
+        if (which == RA__RETURNS && r->lists->returned[i].fold < 0) ra__ring_return_over(r, i);
         ra__queue_next(r, queue);
         if (which == RA__RECEIVES && queue->done == queue->total)
             ra__store_i32(&r->counters.waiting_peer, -1);
@@ -19039,12 +18727,6 @@ static int ra__ring_inputs_ready(const ra_ring *r, int64_t f) {
     return r->lists->own[at->own].returned < ra__load_i64(&r->queue[RA__RETURNS].done);
 }
 
-/* RA_TRAVEL_Q: entry f starts an own chunk of queries, which must be packed before it is folded. */
-static int ra__ring_packs(const ra_ring *r, int64_t f) {
-    const ra__fold *at = &r->lists->fold[f];
-    return at->own >= 0 && at->phase != RA__BEFORE && r->plan->d.backward_travel == RA_TRAVEL_Q;
-}
-
 /* The most work that one step does. */
 static int64_t ra__step_work(const ra_desc *d, int32_t backward) {
     int64_t dims = backward ? 3 * (int64_t)d->k_dim + 2 * d->v_dim : (int64_t)d->k_dim + d->v_dim;
@@ -19061,12 +18743,6 @@ static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
         int64_t f = r->claim_fold;
         if (f >= r->lists->folds || !ra__ring_inputs_ready(r, f)) return 0;
         desk->claim.fold = f;
-        if (ra__ring_packs(r, f) && ra__load_i64(&r->packed) <= f) {
-            if (r->packing > f) return 0;
-            r->packing = f + 1;
-            desk->claim.task = -1;
-            return 1;
-        }
         int32_t b = r->lists->fold[f].sequence;
         desk->claim.task = r->lists->task_begin[b] + r->claim_task;
         int32_t before = r->lists->fold[f].index;
@@ -19268,25 +18944,6 @@ static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint
     return code;
 }
 
-/* Cuts an item down to its units from the first to the last that rows with these bounds may see. */
-static void ra__item_narrow(ra__item *item, ra__grads *g, const ra__bounds *seen) {
-    const int64_t lo = ra__min(seen->lo_min, seen->doc_min);
-    const int64_t hi = ra__max(seen->hi_max, seen->keep_max);
-    int64_t from = ra__chunk_units(&item->c), to = 0;
-    if (item->c.list.run) return;      /* runs may be in any order */
-    for (int32_t i = 0; i < item->c.segs; i++) {
-        const ra__seg *s = &item->c.seg[i];
-        int64_t n = ra__ceil_div(s->rows, RA_BLOCK_TOKENS);
-        int64_t first = ra__max(lo - s->pos, 0) / s->stride / RA_BLOCK_TOKENS;
-        int64_t end = ra__min(n, ra__ceil_div(ra__ceil_div(ra__max(hi - s->pos, 0), s->stride),
-                                              RA_BLOCK_TOKENS));
-        if (first >= end) continue;
-        from = ra__min(from, i == 1 ? n - end : first);
-        to = ra__max(to, i == 1 ? n - first : end);
-    }
-    ra__item_cut(item, g, ra__min(from, to), to);
-}
-
 /* What a task of a backward pass computes: its KV head, and which sums of which blocks. */
 static ra__back_slice ra__ring_slice(const ra_ring *r, int32_t b, int64_t task, int64_t blocks) {
     const ra_desc *d = &r->plan->d;
@@ -19298,49 +18955,13 @@ static ra__back_slice ra__ring_slice(const ra_ring *r, int32_t b, int64_t task, 
     return s;
 }
 
-/* RA_TRAVEL_Q: this rank's keys of a sequence, with the sums of one kv head. */
-static void ra__ring_key_item(const ra_ring *r, const ra__back_slice *s, ra__item *item,
-                              ra__grads *g) {
-    const ra_desc *d = &r->plan->d;
-    ra__side side = ra__plan_side(r->plan, 1, r->rank);
-    const int64_t rows = r->plan->sizes.key_rows;
-    const ra__view sums[2] = { ra__view_sums(r->dk, rows, d->kv_heads, d->k_dim),
-                               ra__view_sums(r->dv, rows, d->kv_heads, d->v_dim) };
-    ra__slice_keys(&r->work, s, &side, r->kv, sums, s->t.kv_head, item, g);
-}
-
-/* RA_TRAVEL_Q: describes the rows of queries in the message of entry f. */
-static void ra__ring_unpack_q(const ra_ring *r, int64_t f, ra__packed *x) {
-    const ra_desc *d = &r->plan->d;
-    uint8_t *message = ra__ring_fold_grads(r, f) - RA__FRAME_BYTES;
-    ra__message_offsets part[2];
-    x->w = r->work;
-    x->b = r->back;
-    x->c = *ra__entry_chunk(r, f);
-    int64_t rows = ra__chunk_rows(&x->c);
-    (void)ra__message(d, &x->c, 1, 0, part);
-    x->sums = message + part[0].dk;
-    x->w.q = ra__view_packed(message + part[0].k, d->q_heads, d->k_dim, d->q_dtype);
-    x->w.lse = ra__view_packed(message + part[0].pos, 1, 1, RA_F32);
-    x->w.lse.head = rows * 4;
-    x->w.ml_batch = 0;
-    x->w.ml_row = 1;
-    x->w.ml_head = rows;
-    x->b.d_o = ra__view_packed(message + part[0].v, d->q_heads, d->v_dim, d->o_dtype);
-    x->b.delta = (const float *)(const void *)(message + part[0].pos) + d->q_heads * rows;
-    x->b.w = &x->w;
-    x->b.rows = &x->c;
-    x->c.seg[0].row = 0;
-    x->c.seg[1].row = x->c.seg[0].rows;
-}
-
 /* Joins the bounds of the query rows of each stripe. */
 static void ra__ring_stripe(ra_ring *r) {
     const ra_desc *d = &r->plan->d;
     const ra__side *side = &r->work.q_side;
     int64_t most = 1;
     r->back.stripe = NULL;
-    if (r->work.any_position || d->backward_travel == RA_TRAVEL_Q) return;
+    if (r->work.any_position) return;
     for (int32_t b = 0; b < d->sequences; b++)
         most = ra__max(most, ra__side_blocks(side, b));
     r->back.stripe = r->stripe;
@@ -19358,27 +18979,10 @@ static void ra__ring_stripe(ra_ring *r) {
     }
 }
 
-/* The joint bounds of the rows of a packed chunk of queries. */
-static ra__bounds ra__packed_bounds(const ra_desc *d, const ra__chunk *c) {
-    ra__bounds all = ra__bounds_none();
-    for (int32_t i = 0; i < c->segs; i++)
-        for (int64_t j = 0; j < ra__seg_blocks(c, i); j++) {
-            ra__seg s = ra__seg_block_at(c, i, j);
-            ra__bounds b = ra__query_bounds(d, c->sequence, &s);
-            ra__bounds_join(&all, &b);
-        }
-    return all;
-}
-
-/* The keys of a task, with the sums of its kv head: the chunk, or with RA_TRAVEL_Q the keys of this
- * rank. 0: there are none. */
+/* The keys of a task, with the sums of its kv head. 0: there are none. */
 static int ra__ring_keys(const ra_ring *r, const ra__desk *desk, ra__item *item, ra__grads *g) {
     const ra__back_slice *s = &desk->hand.back.s;
     const int64_t f = desk->claim.fold;
-    if (r->plan->d.backward_travel == RA_TRAVEL_Q) {
-        ra__ring_key_item(r, s, item, g);
-        return 1;
-    }
     if (!ra__ring_item(r, f, item)) return 0;
     ra__ring_grad_views(&r->plan->d, &item->c, ra__ring_fold_grads(r, f), s->t.kv_head, g);
     if (!s->want_q) ra__item_part(item, g, s->part, s->parts);
@@ -19406,41 +19010,17 @@ static int ra__back_keys(const ra_ring *r, ra__desk *desk, int last) {
     return 1;
 }
 
-/* RA_TRAVEL_Q: writes the sums of dQ of an own chunk to the caller's. 1: all of them. */
-static int ra__back_queries(const ra_ring *r, ra__desk *desk) {
-    ra__back_hand *h = &desk->hand.back;
-    const int32_t group = r->plan->d.q_heads / r->plan->d.kv_heads;
-    const ra__task *t = &h->s.t;
-    if (r->plan->d.backward_travel != RA_TRAVEL_Q || !h->q_last) return 1;
-    for (; h->at < t->count / group; h->at++) {
-        if (h->x.left <= 0) return 0;
-        ra__ring_hand_over_q(r, ra__entry_chunk(r, desk->claim.fold), t->kv_head,
-                             t->first_panel / group + h->at, h->p.sums);
-        h->x.left -= RA__TILE_WORK * group;
-        if (desk->polls) ra__ring_round_if_due(desk->ring);
-    }
-    return 1;
-}
-
 /* Prepares the keys of a task. Without any the item is empty, because dQ must be cleared and
  * written. */
 static void ra__back_item_open(const ra_ring *r, ra__desk *desk, int begins, int ends) {
     ra__back_hand *h = &desk->hand.back;
-    const int q = r->plan->d.backward_travel == RA_TRAVEL_Q;
     const int any = ra__ring_keys(r, desk, &h->item, &h->g);
     if (!any) memset(&h->item, 0, sizeof h->item);
-    if (any && q) {
-        int64_t blocks = ra__chunk_blocks(&h->item.c);
-        ra__item_narrow(&h->item, &h->g, &h->seen);
-        blocks -= ra__chunk_blocks(&h->item.c);
-        if (h->x.phase & RA__AFTER) h->x.tally.tiles[RA__EMPTY] += h->s.t.count * blocks;
-    }
     if (!any || !h->s.want_k) {
         memset(h->g.dk, 0, sizeof h->g.dk);
         memset(h->g.dv, 0, sizeof h->g.dv);
     }
-    h->g.edge = (begins && h->q_first ? RA__FIRST : 0) |
-                (ends && !q && h->q_last ? RA__LAST : 0);
+    h->g.edge = (begins && h->q_first ? RA__FIRST : 0) | (ends && h->q_last ? RA__LAST : 0);
     ra__back_begin(&h->x);
     h->opened = 1;
 }
@@ -19450,10 +19030,9 @@ static void ra__back_item_open(const ra_ring *r, ra__desk *desk, int begins, int
 static int ra__back_pass_some(const ra_ring *r, ra__desk *desk, int32_t phase, int begins,
                               int ends) {
     ra__back_hand *h = &desk->hand.back;
-    const ra__back *b = r->plan->d.backward_travel == RA_TRAVEL_Q ? &h->p.b : &r->back;
     h->x.phase = phase;
     if (!h->opened) ra__back_item_open(r, desk, begins, ends);
-    h->opened = !ra__back_some(b, &h->s.t, &h->item, &h->g, &h->x);
+    h->opened = !ra__back_some(&r->back, &h->s.t, &h->item, &h->g, &h->x);
     return !h->opened;
 }
 
@@ -19468,23 +19047,20 @@ static int ra__back_sinks(const ra_ring *r, ra__desk *desk) {
 }
 
 /* The stages of a task with a chunk, in this order. */
-enum { RA__STAGE_CLEAR, RA__STAGE_TILES, RA__STAGE_BEFORE, RA__STAGE_QUERIES, RA__STAGE_KEYS,
-       RA__STAGE_SINKS, RA__STAGES };
+enum { RA__STAGE_CLEAR, RA__STAGE_TILES, RA__STAGE_BEFORE, RA__STAGE_KEYS, RA__STAGE_SINKS,
+       RA__STAGES };
 
 /* Continues the stage in hand; 1: it is done. */
 static int ra__back_stage(const ra_ring *r, ra__desk *desk) {
-    const ra__fold *at = &r->lists->fold[desk->claim.fold];
-    const int32_t phase = at->phase;
+    const int32_t phase = r->lists->fold[desk->claim.fold].phase;
     const int twice = r->plan->owner_folds_twice && phase == RA__BOTH;
-    const int tiles = r->plan->d.backward_travel != RA_TRAVEL_Q || at->chunk >= 0;
     ra__back_hand *h = &desk->hand.back;
     switch (h->stage) {
     case RA__STAGE_CLEAR: return ra__back_keys(r, desk, 0);
     case RA__STAGE_TILES:
-        return !tiles || ra__back_pass_some(r, desk, twice ? RA__AFTER : phase, 1, !twice);
+        return ra__back_pass_some(r, desk, twice ? RA__AFTER : phase, 1, !twice);
     case RA__STAGE_BEFORE:
-        return !tiles || !twice || ra__back_pass_some(r, desk, RA__BEFORE, 0, 1);
-    case RA__STAGE_QUERIES: return ra__back_queries(r, desk);
+        return !twice || ra__back_pass_some(r, desk, RA__BEFORE, 0, 1);
     case RA__STAGE_KEYS: return ra__back_keys(r, desk, 1);
     default: return ra__back_sinks(r, desk);
     }
@@ -19493,35 +19069,23 @@ static int ra__back_stage(const ra_ring *r, ra__desk *desk) {
 /* Sets the slice of a claimed task, and which of its sums begin and end with this chunk. */
 static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory) {
     const ra_desc *d = &r->plan->d;
-    const int64_t f = desk->claim.fold;
-    const ra__fold *at = &r->lists->fold[f];
+    const ra__fold *at = &r->lists->fold[desk->claim.fold];
     const int32_t own = at->own, b = at->sequence;
-    const int32_t group = d->q_heads / d->kv_heads, any = at->chunk >= 0;
-    const int q = d->backward_travel == RA_TRAVEL_Q;
-    const int travel_first = own >= 0 && (at->phase & RA__AFTER);
-    const int travel_last = own >= 0 &&
-                            (r->lists->own[own].returned < 0 || at->phase == RA__BEFORE);
-    const int stay_first = at->index == 0, stay_last = at->last;
+    const ra__view dq = ra__view_sums(r->dq, r->plan->report.q_rows, d->q_heads, d->k_dim);
     ra__back_hand *h = &desk->hand.back;
     ra__arena a = { memory, 0 };
-    ra__view dq = ra__view_sums(r->dq, r->plan->report.q_rows, d->q_heads, d->k_dim);
-    int64_t blocks = ra__side_blocks(&r->work.q_side, b);
     memset(h, 0, sizeof *h);
     ra__back_carve(&a, d, 0, &h->x);
-    if (q && any) {
-        ra__ring_unpack_q(r, f, &h->p);
-        h->seen = ra__packed_bounds(d, &h->p.c);
-    }
-    if (q) blocks = any ? ra__chunk_blocks(&h->p.c) : 0;
-    h->s = ra__ring_slice(r, b, desk->claim.task - r->lists->task_begin[b], blocks);
-    if (q) dq = ra__view_packed(h->p.sums, d->q_heads, d->k_dim, RA_F32);
-    if (h->s.want_q && (q || r->back.d_q.data))
-        h->g.dq = ra__view_at(dq, q ? 0 : b, 0, h->s.t.kv_head * group);
+    h->s = ra__ring_slice(r, b, desk->claim.task - r->lists->task_begin[b],
+                          ra__side_blocks(&r->work.q_side, b));
+    if (h->s.want_q && r->back.d_q.data)
+        h->g.dq = ra__view_at(dq, b, 0, h->s.t.kv_head * (d->q_heads / d->kv_heads));
     h->g.bias = ra__slice_adds_bias(&r->work, &h->s);
-    h->keys_first = h->s.want_k && (q ? stay_first : travel_first);
-    h->keys_last = h->s.want_k && (q ? stay_last : travel_last);
-    h->q_first = q ? travel_first : stay_first;
-    h->q_last = q ? h->s.want_q && travel_last : stay_last;
+    h->keys_first = h->s.want_k && own >= 0 && (at->phase & RA__AFTER);
+    h->keys_last = h->s.want_k && own >= 0 &&
+                   (r->lists->own[own].returned < 0 || at->phase == RA__BEFORE);
+    h->q_first = at->index == 0;
+    h->q_last = at->last;
     desk->open = 1;
 }
 
@@ -19530,7 +19094,6 @@ static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     const ra_plan *p = r->plan;
     const int64_t f = desk->claim.fold;
     const int32_t chunk = r->lists->fold[f].chunk;
-    const int q = p->d.backward_travel == RA_TRAVEL_Q;
     ra__back_hand *h = &desk->hand.back;
     if (!desk->open) ra__back_hand_open(r, desk, memory);
     h->x.left = r->step_work;
@@ -19540,11 +19103,9 @@ static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
         h->at = 0;
     }
     int done = h->stage == RA__STAGES;
-    if (!h->s.want_q ||
-        (chunk >= 0 && !ra__need(q ? &p->queries : &p->keys, chunk, r->rank)))
+    if (!h->s.want_q || (chunk >= 0 && !ra__need(&p->keys, chunk, r->rank)))
         memset(&h->x.tally, 0, sizeof h->x.tally); /* counted with dQ, or as unvisited */
-    e->q_row = q && chunk >= 0 ? h->p.c.seg[0].pos : 0;
-    e->q_rows = !q ? p->report.q_rows : chunk >= 0 ? ra__chunk_rows(&h->p.c) : 0;
+    e->q_rows = p->report.q_rows;
     e->head = h->s.t.kv_head * (p->d.q_heads / p->d.kv_heads);
     ra__ring_folded(r, f, &h->x.tally, e);
     memset(&h->x.tally, 0, sizeof h->x.tally);
@@ -19559,15 +19120,6 @@ static int ra__ring_may_talk(const ra_ring *r, int ith) {
 
 static int ra__ring_may_poll(const ra_ring *r, int ith) {
     return ra__ring_may_talk(r, ith) && r->tp.post;
-}
-
-/* Packs the claimed chunk; the tasks that fold it wait for this. */
-static ra_status ra__ring_start_q(ra_ring *r, int ith, int64_t f) {
-    const ra__between pause = { ra__ring_may_poll(r, ith) ? ra__ring_round_if_due : NULL, r };
-    ra__ring_pack_q(r, ra__entry_chunk(r, f), ra__ring_fold_grads(r, f) - RA__FRAME_BYTES, &pause);
-    ra__store_i64(&r->packed, f + 1);
-    ra__ring_note_progress(r);
-    return RA_AGAIN;
 }
 
 /* Computes the task in hand for one step. */
@@ -19720,7 +19272,6 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
     ra__desk *desk = ra__desk_take(r, ith);
     if (!desk) return RA_AGAIN;
     s = RA_AGAIN;
-    desk->claim.task = ra__load_i64(&desk->fold) == RA__NO_FOLD ? 0 : desk->claim.task;
     if (ra__load_i64(&desk->fold) == RA__NO_FOLD) s = ra__ring_deal(r, desk, &moved);
     if (s == RA_WAIT) {
         ra__store_i32(&desk->taken, 0);
@@ -19729,7 +19280,6 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
         if (!desk) return moved ? RA_AGAIN : s;
     }
     if (ra__load_i64(&desk->fold) != RA__NO_FOLD) s = ra__ring_compute(r, ith, desk);
-    else if (desk->claim.task < 0) s = ra__ring_start_q(r, ith, desk->claim.fold);
     ra__store_i32(&desk->taken, 0);
     return s;
 }
@@ -19939,8 +19489,7 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     ra__store_i64(&c->tiles_all, all->tiles_partial + all->tiles_full);
     ra__store_i32(&c->waiting_peer, r->lists->recvs ? ra__ring_peer(r, -1) : -1);
     ra__store_i64(&c->pass, r->pass);
-    r->claim_fold = r->claim_task = r->packing = 0;
-    ra__store_i64(&r->packed, 0);
+    r->claim_fold = r->claim_task = 0;
     r->released = r->own_posted = r->exchanged = 0;
     ra__store_i64(&r->own_sent, 0);
     ra__store_i64(&r->folded, 0);

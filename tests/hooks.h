@@ -85,10 +85,6 @@ int64_t hook_lost(const hook_reports *v);
 int64_t hook_chunks(const ra_plan *plan);
 int hook_chunk_owner(const ra_plan *plan, int64_t c);
 
-/* From now on `before` is called before each block of rows whose dO.O the pass computes while it
- * packs queries. One ring at a time; between begin and the first step. */
-void hook_deltas(ra_ring *ring, void (*before)(void));
-
 /* From now on `before` is called before each row of gradients that the pass adds to the caller's.
  * One ring at a time; between begin and the first step. */
 void hook_puts(ra_ring *ring, void (*before)(void));

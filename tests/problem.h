@@ -45,7 +45,7 @@ typedef struct setup {
     int32_t no_lse;                    /* 1: LSE is not requested, 2: not by odd ranks */
     int32_t any_isa;                   /* 1: each rank has another instruction set */
     int32_t train;                     /* 1: a backward pass follows, problem.d_o is there */
-    int32_t grad_return, way;          /* RA_RETURN_*, RA_TRAVEL_* */
+    int32_t grad_return;               /* RA_RETURN_* */
     int32_t order;                     /* 0, RA_ORDER_ROUNDS */
     int64_t shift;                     /* RUNS, ARRAY: all positions are this much higher than the
                                         * oracle's; for masks that depend only on differences */
@@ -704,7 +704,6 @@ static inline ra_desc rank_desc(const problem *p, const setup *s, int rank) {
     d.train = s->train;
     if (s->train) d.dropout = p->dropout;
     d.grad_return = s->grad_return;
-    d.backward_travel = s->way;
     d.isa = s->isa;
     if (s->any_isa) d.isa = RA_ISA_SCALAR + rank % RA_ISA_NEON;
     if (s->any_isa && !ra_isa_available(d.isa)) d.isa = RA_ISA_SCALAR;

@@ -176,9 +176,8 @@ static int class_of(const ra_plan *p, const ra__seg *keys, const ra__bounds *b) 
     return ra__classify(b, first, last);
 }
 
-/* Whether rows of `stay` see keys of `go` (queries = 0), or rows of `go` keys of `stay`. */
-static int meets(const ra_plan *p, int32_t b, const ra__seg *stay, const ra__seg *go, int queries) {
-    const ra__seg *rows = queries ? go : stay, *keys = queries ? stay : go;
+/* Whether rows see keys. */
+static int meets(const ra_plan *p, int32_t b, const ra__seg *rows, const ra__seg *keys) {
     int64_t i, n = (rows->rows + 63) / 64;
     for (i = 0; i < n; i++) {
         ra__seg block = ra__seg_block(rows, i);
@@ -188,11 +187,12 @@ static int meets(const ra_plan *p, int32_t b, const ra__seg *stay, const ra__seg
     return 0;
 }
 
-static void check_needs(const ra_plan *p, const ra__travel *t, int queries) {
+static void check_needs(const ra_plan *p) {
+    const ra__travel *t = &p->keys;
     for (int64_t c = 0; c < t->chunks; c++) for (int rank = 0; rank < p->d.ranks; rank++) {
         const ra__chunk *chunk = &t->chunk[c];
         int32_t b = chunk->sequence;
-        ra__side side = ra__plan_side(p, queries, rank);
+        ra__side side = ra__plan_side(p, 0, rank);
         ra__seg s;
         for (int32_t part = 0; part < chunk->segs; part++) {
             int need = 0;
@@ -200,7 +200,7 @@ static void check_needs(const ra_plan *p, const ra__travel *t, int queries) {
                 for (int32_t k = 0; s.rows && k < ra__chunk_pieces(chunk); k++) {
                     ra__seg piece = ra__chunk_piece(chunk, k);
                     if (!chunk->list.run && k != part) continue;
-                    need |= meets(p, b, &s, &piece, queries);
+                    need |= meets(p, b, &s, &piece);
                 }
             CHECK_EQ(ra__need_seg(t, c, part, rank), need);
         }
@@ -237,9 +237,7 @@ TEST(needs_and_tiles_by_blocks) {
         if (!h_case(i)) continue;
         random_shape(&s, &r, RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 5));
         if (!(p = plan_of(&s, 0))) continue;
-        check_needs(p, &p->keys, 0);
-        if (s.d.train && p->d.backward_travel == RA_TRAVEL_Q)
-            check_needs(p, &p->queries, 1);
+        check_needs(p);
         for (int rank = 0; rank < s.d.ranks; rank++) {
             int64_t tally[3] = { 0, 0, 0 };
             double weight = 0, seconds;
@@ -789,15 +787,13 @@ static void flat_close(int ranks) {
     }
 }
 
-/* way: 0 is the forward pass. */
-static ra_desc flat_desc(int ranks, int64_t shard, int heads, int layout, int mask, int way) {
+static ra_desc flat_desc(int ranks, int64_t shard, int heads, int layout, int mask, int train) {
     ra_desc d = ra_desc_make(heads, heads, 4, RA_F32, mask);
     d.ranks = ranks;
     d.tokens = shard * ranks;
     d.layout.kind = layout;
-    d.backward_travel = way;
-    d.train = d.backward_travel > 0;
-    if (d.train) d.grad_return = RA_RETURN_RING;
+    d.train = train;
+    if (train) d.grad_return = RA_RETURN_RING;
     return d;
 }
 
@@ -822,21 +818,20 @@ TEST(sendrecv_is_nearly_as_fast_as_post) {
         { "zigzag, causal", RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 1 },
         { "striped, causal", RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 0 },
     };
-    static const struct { const char *name; int32_t way, order, chunk; } passes[4] = {
+    static const struct { const char *name; int32_t train, order, chunk; } passes[3] = {
         { "forward", 0, 0, 128 },
-        { "backward, keys travel", RA_TRAVEL_KV, 0, 256 },
-        { "backward, queries travel", RA_TRAVEL_Q, 0, 256 },
+        { "backward", 1, 0, 256 },
         { "forward in rounds", 0, RA_ORDER_ROUNDS, 128 },
     };
     int64_t i = 0;
     pthread_mutex_init(&flat.lock, NULL);
     pthread_cond_init(&flat.moved, NULL);
-    for (int p = 0; p < 4; p++) for (int all = 0; all < 2; all++) for (int k = 0; k < 6; k++, i++) {
+    for (int p = 0; p < 3; p++) for (int all = 0; all < 2; all++) for (int k = 0; k < 6; k++, i++) {
         const int ranks = all ? FLAT_RANKS : 2;
         /* 1: also in make check. */
         const int usual = p == 0 ? shapes[k].always
-                                 : passes[p].way == RA_TRAVEL_Q && ranks == 2 && k == ZIGZAG_CAUSAL;
-        ra_desc d = flat_desc(ranks, 1024, 2, shapes[k].layout, shapes[k].mask, passes[p].way);
+                                 : passes[p].train && ranks == 2 && k == ZIGZAG_CAUSAL;
+        ra_desc d = flat_desc(ranks, 1024, 2, shapes[k].layout, shapes[k].mask, passes[p].train);
         d.chunk_tokens = passes[p].chunk;
         d.order = passes[p].order;
         if (!h_run.large && !usual) continue;
@@ -852,7 +847,8 @@ TEST(sendrecv_is_nearly_as_fast_as_post) {
  * small. A buffer whose chunk is folded goes to the peer before anything else is computed. Backward
  * the two visits of an own chunk are unlike. */
 TEST(sendrecv_waits_for_no_series) {
-    static const struct { int ranks, layout, mask, shard, chunk, order, always, way; } shapes[] = {
+    static const struct { int ranks, layout, mask, shard, chunk, order, always, train; }
+        shapes[] = {
         { 3, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, RA_ORDER_ROUNDS, 1, 0 },
         { 3, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, 0, 1, 0 },
         { 3, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 512, 0, 0, 0 },
@@ -867,16 +863,16 @@ TEST(sendrecv_waits_for_no_series) {
         { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 1024, 64, 0, 1, 0 },
         { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 64, 0, 0, 0 },
         { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 512, 0, 0, 0 },
-        { 2, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 128, 0, 1, RA_TRAVEL_KV },
-        { 2, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 128, 0, 1, RA_TRAVEL_KV },
-        { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 128, 0, 0, RA_TRAVEL_KV },
-        { 4, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 128, 0, 0, RA_TRAVEL_KV },
+        { 2, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 128, 0, 1, 1 },
+        { 2, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 128, 0, 1, 1 },
+        { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 128, 0, 0, 1 },
+        { 4, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 128, 0, 0, 1 },
     };
     pthread_mutex_init(&flat.lock, NULL);
     pthread_cond_init(&flat.moved, NULL);
     for (int i = 0; i < (int)(sizeof shapes / sizeof *shapes); i++) {
         ra_desc d = flat_desc(shapes[i].ranks, shapes[i].shard, 2, shapes[i].layout, shapes[i].mask,
-                              shapes[i].way);
+                              shapes[i].train);
         d.chunk_tokens = shapes[i].chunk;
         d.order = shapes[i].order;
         if ((!h_run.large && !shapes[i].always) || !h_case(i)) continue;

@@ -196,9 +196,6 @@ static inline void small_train(small *s, int by_ring) {
     how->no_lse = 0;
     how->grad_return = by_ring ? RA_RETURN_RING : RA_RETURN_DIRECT;
     if (small_chance(20)) p->dropout = 0.25f;
-    if (small_chance(60)) how->way = RA_TRAVEL_KV;
-    if (!(p->scores & RA_SCORE_BIAS) && how->layout != RA_LAYOUT_ARRAY && small_chance(50))
-        how->way = RA_TRAVEL_Q;
     p->d_o = small_fill(p->B * p->q_max * p->Hq * p->Dv, 1.0f, p->o_dtype);
     p->seed = 1234567890123u;
     small_desc(s);

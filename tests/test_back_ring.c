@@ -32,7 +32,7 @@ static void sums_agree(const problem *p, const setup *s, const outcome *r, const
     counters_agree(s, r);
 }
 
-static int kept, kept_q;               /* comparisons that the plan promises; with RA_TRAVEL_Q */
+static int kept;                       /* comparisons that the plan promises */
 
 static void same_gradients(const problem *p, const setup *s, const outcome *first) {
     outcome r;
@@ -44,7 +44,6 @@ static void same_gradients(const problem *p, const setup *s, const outcome *firs
             any &= r.report[i].backward.bits_any_ranks;
         }
         if (any) kept++;
-        if (any && r.report[0].backward.travel == RA_TRAVEL_Q) kept_q++;
         if (!any) first = &r;                      /* a sequence too short for the grid */
         sums_agree(p, s, &r, first);
     }
@@ -61,12 +60,6 @@ static void same_sums(const problem *p, const setup *s, const outcome *first) {
         sums_agree(p, s, &r, first);
     }
     outcome_free(&r);
-}
-
-/* What travels: Q where possible, in two of three cases. */
-static int32_t some_way(const problem *p, const setup *s, h_rng *r) {
-    int possible = !(p->scores & RA_SCORE_BIAS) && s->layout != RA_LAYOUT_ARRAY;
-    return h_one_in(r, 3) || !possible ? RA_TRAVEL_KV : RA_TRAVEL_Q;
 }
 
 /* The return path changes too. */
@@ -90,7 +83,6 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa) {
     s.isa = isa;
     s.chunk_tokens = 64;
     s.train = 1;
-    s.way = some_way(&p, &s, &r);
     describe_case(&p, &s);
     first = world_run(&p, &s);
     if (outcome_whole(&first)) {
@@ -116,14 +108,14 @@ static void every_mask(int32_t isa) {
     static const int32_t layouts[2] = { RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG };
     int64_t n = h_run.large ? 10 : 1, cases = 0;
     if (!isa_is_here(isa)) return;
-    kept = kept_q = 0;
+    kept = 0;
     for (int64_t i = 0; i < 2 * MASKS * n; i++) {
         int mask = (int)(i % MASKS), zigzag = (int)(i / MASKS % 2);
         if (!h_variant(mask + isa, zigzag)) continue;
         all_the_same(i, mask, layouts[zigzag], isa);
         cases++;
     }
-    if (h_run.only_case < 0) CHECK(kept > cases && kept_q > cases / 4);
+    if (h_run.only_case < 0) CHECK(kept > cases);
 }
 
 TEST(every_mask_scalar) { every_mask(RA_ISA_SCALAR); }
@@ -163,7 +155,6 @@ TEST(layouts) {
         problem_data(&p, &r);
         problem_cotangent(&p, &r);
         if (h_one_in(&r, 4)) p.dropout = 0.5f;
-        s.way = some_way(&p, &s, &r);
         as_the_oracle(&p, &s);
         setup_free(&s);
         problem_free(&p);
@@ -190,7 +181,6 @@ TEST(many_short_runs) {
         s.order = 0;                   /* rounds depend on chunks */
         problem_data(&p, &r);
         problem_cotangent(&p, &r);
-        s.way = some_way(&p, &s, &r);
         s.chunk_tokens = 4096;
         as_the_oracle(&p, &s);
         first = world_run(&p, &s);
@@ -215,10 +205,6 @@ TEST(sixty_four_ranks) {
     s.train = 1;
     as_the_oracle(&p, &s);
     s.layout = RA_LAYOUT_STRIPED;
-    as_the_oracle(&p, &s);
-    s.way = RA_TRAVEL_Q;
-    as_the_oracle(&p, &s);
-    s.layout = RA_LAYOUT_ZIGZAG;
     as_the_oracle(&p, &s);
     problem_free(&p);
 }
@@ -281,16 +267,16 @@ static ra_plan_report report_of(const ra_desc *d) {
 }
 
 /* Beyond its state and the scratch of threads, a rank has the chunks that the promise on memory
- * counts, for any ranks, shards, layouts and travel. If messages are copied and shards have 32K
+ * counts, for any ranks, shards and layouts. If messages are copied and shards have 32K
  * tokens or more, that is less than a second shard. */
 TEST(memory_as_promised) {
     static const int64_t shards[3] = { 4096, 8192, 32768 };
-    enum { ZIGZAG = 1, BY_KEYS = 2, IN_BF16 = 4, KINDS = 8 };
+    enum { ZIGZAG = 1, IN_BF16 = 2, KINDS = 4 };
     int64_t i = 0;
     for (int32_t ranks = 2; ranks <= 16; ranks *= 2)
     for (int which = 0; which < 3; which++)
     for (int kind = 0; kind < KINDS; kind++, i++) {
-        const int zigzag = kind & ZIGZAG, by_keys = kind & BY_KEYS, bf16 = kind & IN_BF16;
+        const int zigzag = kind & ZIGZAG, bf16 = kind & IN_BF16;
         const int64_t shard = shards[which];
         int64_t gradients, thread, forward, back, lists, kv;
         ra_plan_report one, two, alone;
@@ -299,7 +285,6 @@ TEST(memory_as_promised) {
         d.ranks = ranks;
         d.rank = d.ranks / 2;
         d.layout.kind = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
-        d.backward_travel = by_keys ? RA_TRAVEL_KV : RA_TRAVEL_Q;
         d.tokens = shard * d.ranks;
         d.v_dim = 64;
         d.train = 1;
@@ -308,15 +293,13 @@ TEST(memory_as_promised) {
         two = report_of(&d);
         bare = d;                      /* the ring has room for a pass without gradients */
         bare.threads = 1;
-        bare.train = bare.backward_travel = 0;
+        bare.train = 0;
         alone = report_of(&bare);
         CHECK(alone.workspace_bytes <= one.workspace_bytes);
         CHECK(alone.shared_workspace_bytes <= one.shared_workspace_bytes);
         thread = two.workspace_bytes - one.workspace_bytes;
         gradients = one.chunk_tokens * 2 * (128 + 64) * 4 + 4096;
-        if (d.backward_travel == RA_TRAVEL_Q) gradients = one.backward.chunk_bytes + 4096;
-        kv = shard * (128 + 64) * (bf16 ? 2 : 4);
-        kv *= d.backward_travel == RA_TRAVEL_Q ? d.q_heads : d.kv_heads;
+        kv = shard * (128 + 64) * (bf16 ? 2 : 4) * d.kv_heads;
         lists = 65536;
         forward = one.forward.state_bytes + (alone.buffers + 2) * one.forward.chunk_bytes + thread +
                   lists;

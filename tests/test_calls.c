@@ -111,7 +111,6 @@ static void packed_open(packed *x, int32_t layout, int self, h_rng *r) {
     x->d.kv_tokens = self ? 0 : 200;
     x->d.kv_tokens_of = self ? NULL : p->tk;
     x->d.layout.kind = layout;
-    x->d.backward_travel = RA_TRAVEL_KV;
     x->d.error = &x->e;
 }
 

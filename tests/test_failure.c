@@ -743,7 +743,7 @@ TEST(default_watchdog) {
         const int64_t tokens = sizes[size];
         const int layout = layouts[l];
         ra_plan *plan = NULL;
-        ra_desc d, resolved;
+        ra_desc d;
         int64_t most, got;
         if (!h_case(i)) continue;
         rig_desc(&d, i % 2 ? 8 : 5, tokens, 16);
@@ -758,7 +758,6 @@ TEST(default_watchdog) {
             d.mask.keep = 64;
         }
         if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) continue;
-        CHECK_EQ(ra_desc_resolve(&d, &resolved), RA_OK);
         for (int back = 0; back < 2; back++) {
             most = most_tiles(plan, back);
             got = hook_patience(plan, back ? RA_PASS_BACKWARD : RA_PASS_FORWARD, 10, 32000) / 2000;
@@ -766,8 +765,7 @@ TEST(default_watchdog) {
                       "%d: most %lld tiles, patience of %lld",
                       (long long)d.tokens, d.ranks, d.layout.kind, mask, (long long)most,
                       (long long)got);
-            CHECK(got >= most);
-            if (!back || resolved.backward_travel != RA_TRAVEL_Q) CHECK_EQ(got, most);
+            CHECK_EQ(got, most);
         }
         ra_plan_destroy(plan);
     }
@@ -1361,12 +1359,12 @@ TEST(leaving_during_a_post) {
     }
 }
 
-/* -------------------------------------------------------------------------- queries that travel */
+/* -------------------------------------------------------------------------- floating-point mode */
 
-/* Two ranks whose backward pass sends queries. O and dO are so small that products of their
- * elements are denormal, weights are nearly 0 or 1, and K is large enough for dQ to show it. */
-static void q_rings(rings *x, grads *y, int threads) {
-    x->g = rig_new(2, 256, threads);
+/* O and dO are so small that products of their elements are denormal, weights are nearly 0 or 1,
+ * and K is large enough for dQ to show it. */
+static void tiny_rings(rings *x, grads *y) {
+    x->g = rig_new(2, 256, 1);
     grads_new(y, x->g);
     for (int64_t i = 0; i < y->n; i++) {
         x->g->q[i] *= 1e-28f;
@@ -1375,7 +1373,6 @@ static void q_rings(rings *x, grads *y, int threads) {
         y->d_o[i] = 1.05e-19f;
     }
     x->g->d.train = 1;
-    x->g->d.backward_travel = RA_TRAVEL_Q;
     rig_plans(x->g);
     rings_open(x, 0, NULL);
     rings_pass(x, RA_PASS_FORWARD);
@@ -1388,7 +1385,7 @@ TEST(flushing_callers) {
     grads y[2];
     for (int i = 0; i < 2; i++) {
         rings x;
-        q_rings(&x, &y[i], 1);
+        tiny_rings(&x, &y[i]);
         if (i) __builtin_ia32_ldmxcsr(mode | 0x8040u);
         rings_pass(&x, RA_PASS_BACKWARD);
         __builtin_ia32_ldmxcsr(mode);
@@ -1404,43 +1401,13 @@ TEST(flushing_callers) {
 TEST(flushing_callers) { h_run.skipped = 1; }
 #endif
 
-static ra_ring *packing_ring;
-static int packing_calls, packing_depth;
-
-/* While one thread packs queries, another steps until it gets RA_WAIT. */
-static void packing_deltas(void) {
-    int again = 0;
-    if (!packing_depth++) {
-        while (ra_step(packing_ring, 1) == RA_AGAIN && again < 1000) again++;
-        CHECK(again < 1000);
-        packing_calls++;
-    }
-    packing_depth--;
-}
-
-/* No thread spins while a chunk is packed: RA_AGAIN means that something was done. */
-TEST(packing_makes_others_wait) {
-    rings x;
-    grads y;
-    q_rings(&x, &y, 2);
-    rings_begin(&x, RA_PASS_BACKWARD);
-    packing_ring = x.ring[0];
-    packing_calls = 0;
-    hook_deltas(packing_ring, packing_deltas);
-    rings_end(&x);
-    CHECK(packing_calls > 0);
-    rings_close(&x);
-    free(y.all);
-}
-
 /* -------------------------------------------------------------------------- pieces
  * Rank 0 of two. Each look at the clock advances it by more than the time from poll to poll, so the
  * rank polls between any two pieces of work. */
 static struct {
     ra_transport net;
-    int64_t polls, before, group;      /* of the transport; at the last event, the last block */
+    int64_t polls, before;             /* of the transport; at the last event */
     int64_t packed;                    /* fewest polls while an own chunk was packed */
-    int64_t groups, apart;             /* blocks of rows; those with a poll before them */
     int64_t row, most;                 /* rows of gradients handed over since a poll, at most */
 } pieces;
 
@@ -1460,19 +1427,13 @@ static void pieces_event(void *ctx, const ra_event *e) {
     pieces.before = pieces.polls;
 }
 
-static void pieces_deltas(void) {
-    pieces.groups++;
-    pieces.apart += pieces.polls > pieces.group;
-    pieces.group = pieces.polls;
-}
-
 static void pieces_put(void) {
     if (++pieces.row > pieces.most) pieces.most = pieces.row;
 }
 
 enum { PIECES_FORWARD, PIECES_SUMS, PIECES_PACKED, PIECES_HANDED };
 
-static void pieces_pass(int travel, int how) {
+static void pieces_pass(int how) {
     rings x;
     grads y;
     ra_ring_desc rd = { 0 };
@@ -1481,7 +1442,6 @@ static void pieces_pass(int travel, int how) {
     x.g = rig_new(2, 2048, 1);
     x.g->d.chunk_tokens = 1024;
     x.g->d.train = 1;
-    x.g->d.backward_travel = travel;
     if (how == PIECES_HANDED) x.g->d.mask.kind = RA_MASK_CAUSAL;
     rig_plans(x.g);
     grads_new(&y, x.g);
@@ -1494,7 +1454,6 @@ static void pieces_pass(int travel, int how) {
     rd.trace = pieces_event;
     rings_poll_by(&x, pieces_count, &rd);
     rings_begin(&x, how > PIECES_SUMS ? RA_PASS_BACKWARD : RA_PASS_FORWARD);
-    if (how == PIECES_PACKED) hook_deltas(x.ring[0], pieces_deltas);
     if (how == PIECES_HANDED) hook_puts(x.ring[0], pieces_put);
     rings_end(&x);
     rings_close(&x);
@@ -1504,18 +1463,14 @@ static void pieces_pass(int travel, int how) {
 /* Blocks of 64 rows are packed and returned with a poll after each, never a whole chunk at once. */
 TEST(pieces_poll) {
     const int64_t blocks = 1024 / RA_BLOCK_TOKENS;
-    pieces_pass(RA_TRAVEL_KV, PIECES_FORWARD);
+    pieces_pass(PIECES_FORWARD);
     CHECK(pieces.packed >= 2 * blocks && pieces.packed < INT64_MAX);
-    pieces_pass(RA_TRAVEL_KV, PIECES_SUMS);
+    pieces_pass(PIECES_SUMS);
     CHECK(pieces.packed > 2 * blocks && pieces.packed < INT64_MAX);
-    pieces_pass(RA_TRAVEL_KV, PIECES_PACKED);
+    pieces_pass(PIECES_PACKED);
     CHECK(pieces.packed >= 2 * blocks && pieces.packed < INT64_MAX);
-    pieces_pass(RA_TRAVEL_Q, PIECES_PACKED);
-    CHECK(pieces.groups >= HEADS * blocks && pieces.apart * HEADS >= pieces.groups);
-    for (int travel = RA_TRAVEL_KV; travel <= RA_TRAVEL_Q; travel++) {
-        pieces_pass(travel, PIECES_HANDED);
-        CHECK(pieces.most > 0 && pieces.most <= 8 * RA_BLOCK_TOKENS);
-    }
+    pieces_pass(PIECES_HANDED);
+    CHECK(pieces.most > 0 && pieces.most <= 8 * RA_BLOCK_TOKENS);
 }
 
 /* -------------------------------------------------------------------------- events */
@@ -1768,7 +1723,7 @@ int main(int argc, char **argv) {
         ENTRY(failed_exchange_names_both_peers),
         ENTRY(sendrecv_names_what_differs), ENTRY(steps_poll),
         ENTRY(quiesce_waits_for_wait), ENTRY(calls_never_overlap), ENTRY(no_failure_after_the_end),
-        ENTRY(leaving_during_a_post), ENTRY(flushing_callers), ENTRY(packing_makes_others_wait),
+        ENTRY(leaving_during_a_post), ENTRY(flushing_callers),
         ENTRY(pieces_poll),
         ENTRY(events_name_what_is_missing), ENTRY(events_as_text), ENTRY(events_are_whole),
     };

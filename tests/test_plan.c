@@ -363,7 +363,7 @@ typedef struct packed {
     ra_desc d;
 } packed;
 
-static void packed_make(packed *x, int docs, int64_t length, int sorted, int32_t way) {
+static void packed_make(packed *x, int docs, int64_t length, int sorted, int train) {
     int64_t piece = length / 16, n = 0;
     memset(x, 0, sizeof *x);
     x->d = ra_desc_make(1, 1, 16, RA_F32, RA_MASK_CAUSAL);
@@ -386,8 +386,7 @@ static void packed_make(packed *x, int docs, int64_t length, int sorted, int32_t
     x->d.layout.kind = RA_LAYOUT_RUNS;
     x->d.layout.q_runs = x->runs;
     x->d.layout.q_run_count = x->count;
-    x->d.train = way != 0;
-    x->d.backward_travel = way;
+    x->d.train = train;
 }
 
 static void packed_free(packed *x) {
@@ -401,14 +400,14 @@ static void packed_free(packed *x) {
 TEST(packed_documents) {
     enum { LENGTH = 1024 };
     int rank;
-    for (int way = 0; way <= RA_TRAVEL_Q; way++) for (int sorted = 0; sorted < 2; sorted++) {
+    for (int train = 0; train < 2; train++) for (int sorted = 0; sorted < 2; sorted++) {
         int64_t tokens = 0, seen[2] = { 0, 0 };
         for (int half = 1; half >= 0; half--) {
             const int docs = half ? 128 : 256;
             const int64_t most = docs * LENGTH / 8 / 4096;
             ra_plan *plan = NULL;
             packed x;
-            packed_make(&x, docs, LENGTH, sorted, way);
+            packed_make(&x, docs, LENGTH, sorted, train);
             x.d.chunk_tokens = 4096;
             seen[half] = lookups();
             if (!CHECK_EQ(ra_plan_create(&plan, &x.d, NULL), RA_OK)) return;

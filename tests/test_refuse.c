@@ -1991,8 +1991,6 @@ TEST(names_of_constants) {
                                  NAMED(RA_ISA_AVX512), NAMED(RA_ISA_AVX512_BF16),
                                  NAMED(RA_ISA_AMX), NAMED(RA_ISA_NEON) };
     static const named form[] = { NAMED(RA_FORM_AUTO), NAMED(RA_FORM_SAME) };
-    static const named travel[] = { NAMED(RA_TRAVEL_AUTO), NAMED(RA_TRAVEL_KV),
-                                    NAMED(RA_TRAVEL_Q) };
     static const named way[] = { NAMED(RA_RETURN_DIRECT), NAMED(RA_RETURN_RING) };
     static const named dtype[] = { NAMED(RA_DTYPE_UNSET), NAMED(RA_F32), NAMED(RA_F16),
                                    NAMED(RA_BF16) };
@@ -2004,7 +2002,6 @@ TEST(names_of_constants) {
     refuse_unknown(&d, &d.layout.kind, "layout.kind", layout, COUNT(layout));
     refuse_unknown(&d, &d.isa, "isa", isa, COUNT(isa));
     refuse_unknown(&d, &d.form, "form", form, COUNT(form));
-    refuse_unknown(&d, &d.backward_travel, "backward_travel", travel, COUNT(travel));
     refuse_unknown(&d, &d.grad_return, "grad_return", way, COUNT(way));
     refuse_unknown(&d, &d.grad_dtype, "grad_dtype", dtype, COUNT(dtype));
 }
@@ -2012,7 +2009,6 @@ TEST(names_of_constants) {
 /* Fields that only training has: the sentence names the constant that was set. */
 TEST(training_fields) {
     static const row rows_of_training[] = {
-        { ONE, D(backward_travel), I32, RA_TRAVEL_Q, RA_E_SHAPE, "RA_TRAVEL_Q needs train = 1" },
         { ONE, D(grad_return), I32, RA_RETURN_RING, RA_E_SHAPE, "RA_RETURN_RING needs train = 1" },
         { ONE, D(grad_dtype), I32, RA_BF16, RA_E_SHAPE, "RA_BF16 needs train = 1" },
         { ONE, D(train), I32, 2, RA_E_RANGE, "2 is not in 0..1" },
@@ -2025,11 +2021,6 @@ TEST(training_fields) {
         set_field(&d, r->at, r->kind, r->value);
         refuse_desc(&d, r->status, r->field, r->words);
     }
-    base_desc(&d, ARRAY);
-    d.train = 1;
-    d.backward_travel = RA_TRAVEL_Q;
-    refuse_desc(&d, RA_E_UNSUPPORTED, "backward_travel",
-                "RA_TRAVEL_Q does not work with RA_SCORE_BIAS or RA_LAYOUT_ARRAY");
 }
 
 /* What a cache refuses, in words; test_cache.c has what its calls refuse. */

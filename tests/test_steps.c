@@ -118,14 +118,12 @@ static int64_t walk(rig *g) {
     return steps;
 }
 
-enum { PATHS = 6 };
-static const struct path { const char *name; int32_t way, layout; } paths[PATHS] = {
+enum { PATHS = 4 };
+static const struct path { const char *name; int32_t back, layout; } paths[PATHS] = {
     { "forward, contiguous", 0, RA_LAYOUT_CONTIGUOUS },
     { "forward, zigzag", 0, RA_LAYOUT_ZIGZAG },
-    { "backward, keys travel, contiguous", RA_TRAVEL_KV, RA_LAYOUT_CONTIGUOUS },
-    { "backward, keys travel, zigzag", RA_TRAVEL_KV, RA_LAYOUT_ZIGZAG },
-    { "backward, queries travel, contiguous", RA_TRAVEL_Q, RA_LAYOUT_CONTIGUOUS },
-    { "backward, queries travel, zigzag", RA_TRAVEL_Q, RA_LAYOUT_ZIGZAG },
+    { "backward, contiguous", 1, RA_LAYOUT_CONTIGUOUS },
+    { "backward, zigzag", 1, RA_LAYOUT_ZIGZAG },
 };
 
 static int path_case(int64_t i, const struct path *p) {
@@ -134,17 +132,16 @@ static int path_case(int64_t i, const struct path *p) {
     return 1;
 }
 
-/* Long chunks, both passes, keys or queries that travel: the work of one task and chunk is spread
- * over several steps, each with its trace and progress. way 0 is the forward pass. */
+/* Long chunks, both passes: the work of one task and chunk is spread over several steps, each with
+ * its trace and progress. */
 TEST(steps_are_bounded) {
     for (int64_t i = 0; i < 2 * PATHS; i++) {
-        const int way = paths[i / 2].way, threads = i % 2 ? 3 : 1;
+        const int back = paths[i / 2].back, threads = i % 2 ? 3 : 1;
         rig g;
         ra_ring_counters c;
         if (!path_case(i, &paths[i / 2])) continue;
-        rig_desc(&g, H_SLOW ? 1500 : 3000, 2, 64, way > 0);
+        rig_desc(&g, H_SLOW ? 1500 : 3000, 2, 64, back);
         g.d.layout.kind = paths[i / 2].layout;
-        g.d.backward_travel = way;
         g.d.threads = threads;
         g.d.chunk_tokens = 4096;
         rig_open(&g, 0);
@@ -160,40 +157,36 @@ TEST(steps_are_bounded) {
 
 /* Work without tiles is bounded too: clearing sums, returning them, the sums of sinks. */
 TEST(rows_are_bounded) {
-    for (int way = RA_TRAVEL_KV; way <= RA_TRAVEL_Q; way++) {
-        rig g;
-        float d_sinks[2] = { 0, 0 }, sinks[2] = { 0, 0 };
-        int32_t *none = (int32_t *)calloc(1 << 15, sizeof *none);
-        rig_desc(&g, 1 << 15, 2, 64, 1);
-        g.d.mask.kind = RA_MASK_INTERVALS;
-        g.d.mask.lo = g.d.mask.hi = none;
-        g.d.mask.interval_count = 1 << 15;
-        g.d.backward_travel = way;
-        g.d.chunk_tokens = 1 << 15;
-        g.d.scores = RA_SCORE_SINKS;
-        g.t.sinks = sinks;
-        g.t.d_sinks = d_sinks;
-        rig_open(&g, 0);
-        CHECK(walk(&g) >= (1 << 15) / 64 * 2 / g.most);
-        CHECK_EQ(tiles_done(&g), 0);
-        rig_close(&g);
-        free(none);
-    }
+    rig g;
+    float d_sinks[2] = { 0, 0 }, sinks[2] = { 0, 0 };
+    int32_t *none = (int32_t *)calloc(1 << 15, sizeof *none);
+    rig_desc(&g, 1 << 15, 2, 64, 1);
+    g.d.mask.kind = RA_MASK_INTERVALS;
+    g.d.mask.lo = g.d.mask.hi = none;
+    g.d.mask.interval_count = 1 << 15;
+    g.d.chunk_tokens = 1 << 15;
+    g.d.scores = RA_SCORE_SINKS;
+    g.t.sinks = sinks;
+    g.t.d_sinks = d_sinks;
+    rig_open(&g, 0);
+    CHECK(walk(&g) >= (1 << 15) / 64 * 2 / g.most);
+    CHECK_EQ(tiles_done(&g), 0);
+    rig_close(&g);
+    free(none);
 }
 
 /* 64K rows in one chunk: a call that is cancelled or late after some steps computes no more. */
 TEST(cancel_and_deadline) {
     for (int64_t i = 0; i < PATHS; i++) {
-        const int way = paths[i].way, late = (int)(i % 2);
+        const int back = paths[i].back, late = (int)(i % 2);
         rig g;
         ra_status s;
         if (!path_case(i, &paths[i])) continue;
-        rig_desc(&g, 65536, 1, 16, way > 0);
-        g.d.backward_travel = way;
+        rig_desc(&g, 65536, 1, 16, back);
         g.d.chunk_tokens = 65536;
         rig_open(&g, late);
         if (!late) g.cancel_at = 3;
-        s = way ? ra_backward(g.plan, g.ring, &g.t, late ? 4 : RA_NO_DEADLINE)
+        s = back ? ra_backward(g.plan, g.ring, &g.t, late ? 4 : RA_NO_DEADLINE)
                 : ra_forward(g.plan, g.ring, &g.t, late ? 4 : RA_NO_DEADLINE);
         CHECK_EQ(s, late ? RA_E_TIMEOUT : RA_E_CANCELLED);
         CHECK_EQ(g.calls, late ? 4 : 3);
@@ -206,15 +199,14 @@ TEST(cancel_and_deadline) {
  * same bits. */
 TEST(another_thread_continues) {
     for (int64_t i = 0; i < PATHS; i++) {
-        const int way = paths[i].way;
+        const int back = paths[i].back;
         rig a, b;
         ra_job job;
         ra_status s;
         int64_t n;
         if (!path_case(i, &paths[i])) continue;
-        rig_desc(&a, 1500, 3, 64, way > 0);
+        rig_desc(&a, 1500, 3, 64, back);
         a.d.q_heads = a.d.kv_heads = 2;
-        a.d.backward_travel = way;
         a.d.threads = 3;
         a.d.layout.kind = paths[i].layout;
         b = a;
