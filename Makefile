@@ -202,7 +202,8 @@ lint: ## what a script can check of the house style
 	@sh tests/lint.sh
 
 bench: $(B)/bench/bench ## speed of the kernels and of the ring; ONLY="decode f32"
-	@$(B)/bench/bench $(if $(ONLY),--only '$(ONLY)') --json build/bench.json
+	@$(B)/bench/bench $(if $(ONLY),--only '$(ONLY)',--tables build/bench.md) \
+	    --json build/bench.json
 
 $(B)/bench/peers.so: bench/peers.c ringattn.h Makefile
 	@mkdir -p $(@D)

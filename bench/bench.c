@@ -11,7 +11,8 @@
  *   make bench ONLY=batch         one token of each of 16 short sequences, on 1, 2, 4 and 8 ranks
  *   make bench ONLY=first         time to first token and tokens per second, prompts up to 128K;
  *                                 ONLY="first 8192": of one length, 2048 times a power of 4
- *   bench --only WORDS --json FILE --chunk N --long --processor-time
+ *   bench --only WORDS --json FILE --tables FILE --chunk N --long --processor-time
+ *                                 --tables writes the tables of bench/README.md in Markdown.
  *                                 --long adds 8192 tokens and 16-bit storage on every instruction
  *                                 set. --processor-time counts the time for which a thread had a
  *                                 processor, for machines that are busy with other work (except for
@@ -997,7 +998,7 @@ static void add_storage(int large) {
         add_squares(isas[i], RA_F16, isas[i] == RA_ISA_SCALAR ? 1024 : 4096);
         add_squares(isas[i], RA_BF16, isas[i] == RA_ISA_SCALAR ? 1024 : 4096);
     }
-    add(row_make(FORWARD, best_f32(), RA_Q8_0, RA_MASK_CAUSAL, 128, 4096));
+    add_squares(best_f32(), RA_Q8_0, 4096);
 }
 
 static void add_backward(int32_t isa, int32_t dtype, int large) {
@@ -1787,6 +1788,163 @@ static int write_json(const char *path) {
     return fclose(f);
 }
 
+/* ---------------------------------------------------------------------------- tables
+ * The tables of bench/README.md for this machine, in Markdown. A cell is a row of the list, if that
+ * row was run. */
+static const result *result_of(const row *w) {
+    for (int i = 0; i < row_count; i++) {
+        const row *r = &rows[i];
+        if (results[i].done && r->kind == w->kind && r->isa == w->isa && r->dtype == w->dtype &&
+            r->mask == w->mask && r->mask_more == w->mask_more && r->dim == w->dim &&
+            r->q_heads == w->q_heads && r->kv_heads == w->kv_heads && r->tokens == w->tokens &&
+            r->kv_tokens == w->kv_tokens && r->threads == w->threads && r->ranks == w->ranks &&
+            r->apart == w->apart)
+            return &results[i];
+    }
+    return NULL;
+}
+
+static void table_head(FILE *f, const char *title, const char *columns) {
+    int n = 1;
+    for (const char *c = columns; *c; c++) n += *c == '|';
+    fprintf(f, "\n%s\n\n| | %s |\n|", title, columns);
+    for (int i = 0; i <= n; i++) fprintf(f, "---|");
+    fprintf(f, "\n");
+}
+
+static void rate_cell(FILE *f, const row *r) {
+    const result *x = result_of(r);
+    if (x) fprintf(f, " %.0f (%.0f %%) |", x->rate / 1e9, x->fraction * 100);
+    else fprintf(f, " |");
+}
+
+static void relative_cell(FILE *f, const row *r) {
+    const result *x = result_of(r);
+    if (!x) fprintf(f, " |");
+    else fprintf(f, " %.2f |", r->versus == VERSUS_ONE_QUERY ? 1 / x->relative : x->relative);
+}
+
+static void square_line(FILE *f, const char *name, int32_t kind, int32_t isa, int32_t dtype) {
+    if (!ra_isa_available(isa)) return;
+    fprintf(f, "| %s |", name);
+    for (int i = 0; i < 4; i++) {
+        const row r = row_make(kind, isa, dtype, i < 2 ? RA_MASK_NONE : RA_MASK_CAUSAL,
+                               i % 2 ? 128 : 64, 4096);
+        rate_cell(f, &r);
+    }
+    fprintf(f, "\n");
+}
+
+static void square_tables(FILE *f) {
+    const int32_t f32 = best_f32(), best = ra_isa_best();
+    const char *columns = "full, D 64 | full, D 128 | causal, D 64 | causal, D 128";
+    table_head(f, "Prefill, 4096 tokens, 8 heads, one thread, GFLOP/s (of peak)", columns);
+    square_line(f, "f32", FORWARD, f32, RA_F32);
+    if (f32 == RA_ISA_AVX512) square_line(f, "f32, by AVX2", FORWARD, RA_ISA_AVX2, RA_F32);
+    square_line(f, "f16 in memory", FORWARD, f32, RA_F16);
+    square_line(f, "bf16 in memory", FORWARD, f32, RA_BF16);
+    square_line(f, "q8_0 in memory", FORWARD, f32, RA_Q8_0);
+    if (bf16_isa(best)) square_line(f, "bf16 products", FORWARD, best, RA_BF16);
+    table_head(f, "Gradients, the same", columns);
+    square_line(f, "f32", BACKWARD, f32, RA_F32);
+    if (f32 == RA_ISA_AVX512) square_line(f, "f32, by AVX2", BACKWARD, RA_ISA_AVX2, RA_F32);
+    if (bf16_isa(best)) square_line(f, "bf16 products", BACKWARD, best, RA_BF16);
+}
+
+static void decode_tables(FILE *f) {
+    table_head(f, "Decoding one token over 32768 keys, 32/8 heads, D 128: GB/s of keys and values "
+               "(of a loop that only reads them)",
+               "ms, one thread | one thread | heads apart | two threads | heads apart");
+    for (int32_t dtype = RA_F32; dtype <= RA_Q8_0; dtype++) {
+        row r = cache_row(DECODE, dtype >= RA_BF16 ? ra_isa_best() : best_f32(), dtype, 1);
+        const result *x = result_of(&r);
+        fprintf(f, "| %s |", dtype_text(dtype));
+        if (x) fprintf(f, " %.1f |", x->median_s * 1e3);
+        else fprintf(f, " |");
+        for (int i = 0; i < 4; i++) {
+            r.threads = 1 + i / 2;
+            r.apart = i % 2;
+            rate_cell(f, &r);
+        }
+        fprintf(f, "\n");
+    }
+    table_head(f, "More query rows over the same keys, one thread: time relative to one row",
+               "2 | 4 | 8 | 16 | 32");
+    for (int i = 0; i < 2; i++) {
+        fprintf(f, "| %s |", i ? "bf16" : "f32");
+        for (int64_t n = 2; n <= 32; n *= 2) {
+            row r = cache_row(SHORT, i ? ra_isa_best() : best_f32(), i ? RA_BF16 : RA_F32, n);
+            r.versus = VERSUS_ONE_QUERY;
+            relative_cell(f, &r);
+        }
+        fprintf(f, "\n");
+    }
+}
+
+static void small_table(FILE *f) {
+    table_head(f, "Short calls: one row per KV head, f32, speed relative to a plain loop by "
+               "`gcc -Ofast -march=native`",
+               "16 keys | 32 | 64 | 128 | 256 | 1024");
+    for (int i = 0; i < 6; i++) {
+        static const int64_t keys[6] = { 16, 32, 64, 128, 256, 1024 };
+        static const int32_t heads[3] = { 8, 12, 32 };
+        fprintf(f, "| %d heads, D %d |", (int)heads[i % 3], i < 3 ? 64 : 128);
+        for (int k = 0; k < 6; k++) {
+            row r = row_make(SMALL, best_f32(), RA_F32, RA_MASK_CAUSAL, i < 3 ? 64 : 128, 1);
+            r.q_heads = r.kv_heads = heads[i % 3];
+            r.kv_tokens = keys[k];
+            relative_cell(f, &r);
+        }
+        fprintf(f, "\n");
+    }
+}
+
+static void rank_tables(FILE *f) {
+    table_head(f, "Rings of threads, speed relative to one rank with as many threads, 8192 tokens, "
+               "4 heads, D 128",
+               "full, 2 ranks | 4 ranks | causal, 2 ranks | 4 ranks");
+    for (int i = 0; i < 1 + bf16_isa(ra_isa_best()); i++) {
+        fprintf(f, "| %s |", i ? "bf16 products" : "f32");
+        for (int c = 0; c < 4; c++) {
+            row r = row_make(RING, i ? ra_isa_best() : best_f32(), i ? RA_BF16 : RA_F32,
+                             c < 2 ? RA_MASK_NONE : RA_MASK_CAUSAL, 128, 8192);
+            r.q_heads = r.kv_heads = 4;
+            r.threads = MAX_THREADS;
+            r.ranks = c % 2 ? 4 : 2;
+            relative_cell(f, &r);
+        }
+        fprintf(f, "\n");
+    }
+    table_head(f, "A KV cache over threads, 32/8 heads, D 128, f16, time (speed relative to one "
+               "rank with as many threads)",
+               "1 rank | 2 ranks | 4 ranks");
+    for (int i = 0; i < 3; i++) {
+        static const char *const what[3] = { "a token over 64", "a token over 32768",
+                                             "512 of a prompt, 4096 in all" };
+        fprintf(f, "| %s |", what[i]);
+        for (int32_t ranks = 1; ranks <= 4; ranks *= 2) {
+            row r = cache_row(i < 2 ? CACHE : PREFILL, best_f32(), RA_F16, i < 2 ? 1 : 512);
+            r.kv_tokens = i == 0 ? 64 : i == 1 ? 32768 : 4096;
+            r.ranks = ranks;
+            r.threads = ranks < 2 ? 2 : ranks;
+            const result *x = result_of(&r);
+            if (x) fprintf(f, " %.3f ms (%.2f) |", x->median_s * 1e3, x->relative);
+            else fprintf(f, " |");
+        }
+        fprintf(f, "\n");
+    }
+}
+
+static int write_tables(const char *path) {
+    FILE *f = fopen(path, "w");
+    if (!f) { fprintf(stderr, "cannot write %s\n", path); return -1; }
+    square_tables(f);
+    decode_tables(f);
+    small_table(f);
+    rank_tables(f);
+    return fclose(f);
+}
+
 /* On a terminal: the row that is running and the time that the rest will take. */
 static void progress(int done, double begin) {
     if (!isatty(STDERR_FILENO)) return;
@@ -1803,11 +1961,12 @@ static void clear_progress(void) {
 
 int main(int argc, char **argv) {
     char all[512] = "";
-    const char *json = "build/bench.json", *words;
+    const char *json = "build/bench.json", *tables = NULL, *words;
     int large = 0, kept = 0, more = 0;
     double begin;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--json") == 0 && i + 1 < argc) json = argv[++i];
+        else if (strcmp(argv[i], "--tables") == 0 && i + 1 < argc) tables = argv[++i];
         else if (strcmp(argv[i], "--chunk") == 0 && i + 1 < argc) chunk_tokens = atoi(argv[++i]);
         else if (strcmp(argv[i], "--long") == 0) large = 1;
         else if (strcmp(argv[i], "--processor-time") == 0) processor_time = 1;
@@ -1848,5 +2007,6 @@ int main(int argc, char **argv) {
                runs_disturbed, runs_in_all);
     }
     if (write_json(json) != 0) return 1;
+    if (tables && write_tables(tables) != 0) return 1;
     return failed_rows != 0 || (row_count == 0 && !more);
 }
