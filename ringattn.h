@@ -44,23 +44,26 @@
  *       return 0;
  *   }
  *
- * Program 2: a prompt in pieces of 512 tokens, a cache in f16, four threads of the engine. memory
- * has ra_attention_bytes(&d, 4) bytes or more.
+ * Program 2: a prompt in pieces of 512 tokens, a cache in f16, four threads of the engine.
  *
  *   #define RINGATTN_IMPLEMENTATION
  *   #include "ringattn.h"
  *   #include <pthread.h>
- *   static ra_desc d; static ra_tensors t; static ra_error why; static char memory[4 << 20];
- *   static float q[512][8][64], o[512][8][64];
+ *   #include <stdlib.h>
+ *   static ra_desc d; static ra_tensors t; static ra_error why; static void *memory;
+ *   static float q[512][8][64], o[512][8][64]; static size_t bytes;
  *   static uint16_t keys[4096][2][64], values[4096][2][64];
  *
  *   static void *work(void *ith) {                // every thread makes the same call
- *       return ra_attention(&d, &t, memory, sizeof memory, *(int *)ith, 4) ? &why : NULL;
+ *       return ra_attention(&d, &t, memory, bytes, *(int *)ith, 4) ? &why : NULL;
  *   }
  *   int main(void) {
  *       pthread_t id[4]; int ith[4] = {0, 1, 2, 3};
  *       d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
  *       d.k_dtype = d.v_dtype = RA_F16; d.tokens = 512; d.error = &why;
+ *       d.kv_tokens = 4096;                       // bytes for the whole cache: once
+ *       memory = malloc(bytes = ra_attention_bytes(&d, 4));
+ *       d.kv_tokens = 0;
  *       t.q.data = q; t.k.data = keys; t.v.data = values; t.o.data = o;
  *       for (; d.q_offset < 4096 && !why.status; d.q_offset += 512) {  // your model: q, 512 rows
  *           for (int i = 0; i < 4; i++) pthread_create(&id[i], NULL, work, &ith[i]);
@@ -132,12 +135,28 @@
  *   }
  *   int main(void) { return ra_world_run(3, on_rank, NULL, NULL) ? 1 : 0; }
  *
- * What the library does not do: projections, RoPE (rotate before you cache), tensor or pipeline
- * parallelism (they work around it), GPUs, networks (you supply one; threads of one process are
- * built in). Sharding a sequence of fewer than about 8K tokens gains nothing. A forked child must
- * not use rings or worlds created before fork(). Do not call the library from signal handlers or
- * with thread cancellation enabled. It is C99 that also compiles as C++11, for gcc 12 or clang 14,
- * or later, on Linux or mingw. x86-64 and AArch64 have kernels in vector instructions.
+ * What is computed, for one query head h of one sequence (Vaswani et al., arXiv 1706.03762, formula
+ * 1). g = h / (Hq / Hkv) is its KV head, and a causal row i at position p sees the keys j <= p:
+ *
+ *   for (i = 0; i < tokens; i++) {
+ *       double sum = 0, out[Dv] = {0};
+ *       for (j = 0; j <= p[i]; j++) {
+ *           double s = 0;
+ *           for (c = 0; c < Dk; c++) s += q[i][h][c] * k[j][g][c];
+ *           const double w = exp(s / sqrt(Dk));
+ *           sum += w;
+ *           for (c = 0; c < Dv; c++) out[c] += w * v[j][g][c];
+ *       }
+ *       for (c = 0; c < Dv; c++) o[i][h][c] = out[c] / sum;
+ *       lse[i][h] = log(sum);
+ *   }
+ *
+ * What the library does not do: projections and RoPE, which come before it; tensor or pipeline
+ * parallelism, which work around it; GPUs; networks, of which you supply one. Threads of one
+ * process are built in. Sharding a sequence of fewer than about 8K tokens gains nothing. A forked
+ * child must not use rings or worlds created before fork(). Do not call the library from signal
+ * handlers or with thread cancellation enabled. It is GNU C99, also as C++11, for gcc 12 or clang
+ * 14, or later, on Linux or mingw. x86-64 and AArch64 have kernels in vector instructions.
  *
  * Words that this file uses
  *   rank      one participant of a ring: a process, or a thread of the bundled world
@@ -154,70 +173,7 @@
  *   lane      a part of a sharded KV cache: every n-th run of 16 positions
  *   world     ranks as threads of this process, with their transports
  *   group     the query heads that read one KV head
- *   task      inside: up to 256 rows of the heads of one group that one thread works on
- *   panel     inside: the rows of a task that one call of a kernel holds in registers and cache
- *   segment   inside: a piece of a run
- *   item      inside: some keys and where they are stored
- *   head row  inside: a token's row of one query head
- *   side      inside: the query rows of a rank, or its key rows
- *   handful   inside: the tokens that decoding takes at once: at most 16 head rows per KV head
- *   four      inside: up to 4 head rows of one KV head, which a decoding kernel takes together
- *   stretch   inside: keys that decoding reads for all heads of a task before the next ones
- *   series    inside: chunks that a task folds before it stores its sums
- *   portion   inside: the part of a stage of a CACHE call that one thread at a time works on
- *   queue     inside: messages of one kind and direction
  * and LSE is the natural log of the sum of exp of a row's scores.
- *
- * How a call runs
- *   ra_attention   checks the descriptor and tensors (ra__local_check), then runs one of two forms.
- *                  ra__decode_run (DECODE) takes calls with few head rows per KV head, and with
- *                  RA_FORM_SAME with any number. ra__local_run (LOCAL) takes the others, and gives
- *                  each thread its tasks. A task loads query
- *                  rows (ra__task_data), folds one block of keys after another with the kernels of
- *                  the instruction set (ra__task_some, FORWARD; KERNEL), divides and writes o.
- *   ra_forward     is ra_begin, then ra_step until done (RING). A step either moves messages, or
- *                  claims a task and folds the next chunk into it by the same ra__task_some. The
- *                  lists of chunks, their order and their peers come from ra_plan_create (SCHEDULE,
- *                  PLAN).
- *   ra_infer       is ra_infer_begin, then ra_infer_step until done (CACHE). A call has a few
- *                  stages with messages between them. Each stage attends some rows to the keys of
- *                  one rank, and the last one merges. A step works on a portion of a stage by the
- *                  tasks of LOCAL or DECODE.
- *
- * Contents. The file is divided into rooms. Each uses only those above it.
- *   API          types, descriptors, functions, the transport's contract; ends with a stop sign
- *   PLATFORM     compiler, system and processor; strict floating point
- *   TYPES        query blocks, blocks of keys, and the table of functions of an instruction set
- *   CLOCK        monotonic time, sleep
- *   ATOMICS      loads acquire, stores release
- *   MEM          sentences of refusal, memory from the caller's allocator
- *   MATH         exp, log, half floats; merging normalised partial results
- *   KERNEL       the tile: one block of keys folded into 64 query rows; included once per ISA
- *   SCALAR       its operations in plain C
- *   AVX2         its operations on 8 floats
- *   AVX512       its operations on 16 floats
- *   AVX512 BF16  a separate body for bf16, by dot products of two bf16, and for q8_0 by integers
- *   AMX          the same for bf16 by tile registers
- *   NEON         its operations on 4 floats
- *   DISPATCH     which instruction sets this processor has
- *   CHECKSUM     CRC-32C of messages
- *   GEOMETRY     positions, masks and chunks: which rows a rank holds, and who sees whom
- *   TENSORS      views, and checks of a call's tensors
- *   CHECK        checks of a descriptor, and its defaults
- *   FORWARD      query rows against one chunk, with our kernels or the caller's
- *   BACKWARD     gradients of query rows and of the keys of one chunk
- *   LOCAL        one call on one rank, by tasks that its threads share
- *   DECODE       the same for few query rows
- *   ATTENTION    ra_attention and its relatives: the forward calls of one rank
- *   LOCAL BACKWARD   gradients on one rank; what follows is needed for rings only
- *   SCHEDULE     chunks, their order and how far they travel; proof against deadlock
- *   WORKSPACE    the memory of a ring
- *   PLAN         the schedule of a rank, and its figures
- *   TRANSPORT    checks and defaults of transports
- *   SHM          the bundled world: ranks as threads
- *   RING         one rank's pass as a state machine
- *   RESUME       a failed pass continues among the ranks that are left
- *   CACHE        inference over a sharded KV cache
  *
  * Configuration, defined before the include that has the implementation:
  *   RINGATTN_IMPLEMENTATION   this is the one file with the code
@@ -231,16 +187,13 @@
  *
  * Promises
  *   Memory   A plan is one allocation, a ring is one or none (your workspace). Nothing allocates
- *            during a pass, except ra_resume, once. The plan reports every byte in advance. A rank
- *            needs scratch for each thread, the running state of its queries (forward an f32 o
- *            holds most of it; backward it is the f32 sums of dQ, or of dK and dV), and buffers.
- *            Forward these are `buffers` + 2 messages. A backward message carries a chunk and its
- *            f32 gradients. There the buffers are `buffers` + 2 messages and 4 chunks of gradients,
- *            or with RA_CAP_SHARED ranks + 3 chunks of gradients. If messages are copied and
- *            chunk_tokens is 0, a shard of 32K tokens or more needs less for buffers than for K and
- *            V. Shorter shards have buffers for up to 8192 keys, and causal rings of 2 or 3 ranks
- *            for up to half of a shard, because only what fits into buffers can travel beside
- *            computing.
+ *            during a pass, except ra_resume, once. ra_plan_report has every byte in advance. A
+ *            ring holds
+ *                scratch for each thread
+ *              + running sums of the queries     forward: mostly in your f32 o
+ *                                                backward: f32 sums of dQ, or of dK and dV
+ *              + (buffers + 2) messages          of chunk_tokens keys
+ *              + backward: f32 gradients of 4 chunks, with RA_CAP_SHARED of ranks + 3
  *   Threads  Threads may share plans, and calls of ra_attention with workspaces of their own may
  *            run at once. A ring runs one pass at a time, on any number of your threads. The
  *            library starts threads only in ra_world_run. Denormals are flushed to zero during a
@@ -259,13 +212,20 @@
  *            gradients. With integer arithmetic (decoding q8_0, see RA_ISA_*) q is off by at most
  *            2^-16 of its row's largest magnitude, and a weight times the scale of a block of V by
  *            2^-16 of the largest of 16 keys. (q8_0 is itself off by 1/254 of a block's largest.)
- *   Bits     The bits of a result do not depend on threads, chunks, timing or transport. If shards
- *            are cut at multiples of 64 tokens (contiguous and zigzag) they do not depend on the
- *            number of ranks either: layout.kind selects the order of sums, so set it on one rank
- *            too. (With RA_ORDER_ROUNDS those of a forward pass depend on ranks and chunks, with a
- *            block engine on chunks. d_sinks and d_bias are parts that you add up.) All of this
- *            also holds in a program compiled with -Ofast. A NaN is a NaN in all of these cases,
- *            but its sign and payload may differ.
+ *   Bits     What the bits of a result depend on, besides the inputs:
+ *
+ *                                                   threads, timing,    ranks   chunks
+ *                                                   transport
+ *              one rank; shards of whole blocks of      no               no      no
+ *                64 tokens (CONTIGUOUS, ZIGZAG)
+ *              other layouts                            no               yes     no
+ *              RA_ORDER_ROUNDS, forward                 no               yes     yes
+ *              a block engine                           no               as above   yes
+ *              a sharded cache, by number of lanes      no               no      no
+ *
+ *            layout.kind selects the order of sums: set it on one rank too. d_sinks and d_bias are
+ *            parts that you add up. All of this also holds in a program compiled with -Ofast. A NaN
+ *            is a NaN in all of these cases, but its sign and payload may differ.
  *   Rows     A row that sees no key is 0, and its LSE is -inf, or the sink where sinks are given.
  *            NaN in Q stays in its row. NaN in K or V reaches the rows that see it and no others,
  *            unless a bias hides it (see ra_bias). Values up to 1e28 stay finite: weights are as
@@ -316,11 +276,12 @@ extern "C" {
  * tokens) 0 is refused. A distance with "step" in its name may be 0, "the same for all": set it.
  *
  * Agreed and local fields. AGREED fields must be equal on every rank. Every message carries a
- * 64-byte frame with a hash of these fields as you set them (0 is hashed as 0, not as the default)
- * and of the call's alibi, sinks and, with dropout, seed. If ranks disagree the pass fails; it
- * never gives a wrong result. Usually the status is RA_E_MISMATCH, and ra_failure.text (of a cache
- * ra_cache_error) names the group of fields. If the disagreement changes message sizes or peers, it
- * may be RA_E_TRUNC, RA_E_PEER or RA_E_TIMEOUT instead. All other fields are local.
+ * 64-byte frame with a hash of these fields as you set them: 0 is hashed as 0, not as the default.
+ * The hash includes alibi and sinks of the call and, with dropout, its seed. If ranks disagree the
+ * pass fails; it never gives a wrong result. Usually the status is RA_E_MISMATCH, and
+ * ra_failure.text (of a cache ra_cache_error) names the group of fields. If the disagreement
+ * changes message sizes or peers, it may be RA_E_TRUNC, RA_E_PEER or RA_E_TIMEOUT instead. All
+ * other fields are local.
  *
  * Units. Strides are bytes, dims are elements, positions are tokens, *_ns is nanoseconds and *_s
  * seconds. Shapes have B sequences, Hq and Hkv heads, and Dk and Dv elements per row of K and V.
@@ -416,10 +377,10 @@ enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4 };  /* flags */
  * ASCENDING: from the first to the last (zigzag: by mirrored pairs {k, n - 1 - k} of n blocks).
  * ROUNDS: see ra_desc.order. */
 enum { RA_ORDER_DESCENDING = 1, RA_ORDER_ASCENDING = 2, RA_ORDER_ROUNDS = 3 };
-/* AUTO: at most 16 new (token, head) pairs per KV head take the decoding form, more the prefill
- * form; the two differ in the last bits. SAME: always the decoding form (if Hq / Hkv <= 16), so the
- * bits of a row depend on the row alone (and a cache's lanes): verified drafts have the tokens of
- * plain decoding, however prompts are cut. Prefill in bf16 takes twice as long. */
+/* AUTO: calls with few rows take the decoding form, others the prefill form. The two differ in the
+ * last bits. SAME: a row's bits depend on that row only (and on a cache's lanes). Then checking a
+ * draft of n tokens gives exactly the tokens that n single steps give, however prompts are cut.
+ * Needs Hq / Hkv <= 16. Prefill in bf16 takes twice as long. */
 enum { RA_FORM_AUTO, RA_FORM_SAME };
 /* How a gradient returns to its owner: in one message from the last rank that used the chunk, or on
  * around the ring from neighbour to neighbour. */
@@ -432,22 +393,24 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);      /* "avx512"; never null 
 /* -------------------------------------------------------------------------- views
  * Element (b, t, h, d) is at data + b*batch_stride + t*token_stride + h*head_stride + d*element.
  * Rows are contiguous. The dtype is in the descriptor. Strides are bytes: keys in a cache of kv_dim
- * floats per token have token_stride kv_dim * sizeof(float). A stride of 0 means packed: head = one
- * row, token = all heads, batch = token_stride times the rows of the longest sequence on this rank.
- * (On one rank those rows are the largest of tokens_of and of kv_tokens_of, whatever tokens and
- * kv_tokens are. K and V of a sharded cache have ra_cache_rows rows.) So a batch with room for more
- * rows, such as a cache, needs batch_stride, and [head][token][dim] head_stride and token_stride.
+ * floats per token have token_stride kv_dim * sizeof(float). 0 means packed,
+ * [batch][token][head][dim]:
+ *     head_stride    one row
+ *     token_stride   heads * head_stride
+ *     batch_stride   token_stride * the rows of this rank's longest sequence
+ * Set batch_stride if sequences have room to grow, as in a cache. Set token_stride and head_stride
+ * for [batch][head][token][dim].
  *
  * The memory stays yours. Until the pass is done it must not move, and inputs must not change. Any
  * alignment that suits the element will do. Inputs may overlap one another, and the sequences of
  * one input may share memory. Otherwise the rows of a tensor must not overlap, and outputs must
- * overlap nothing. Rows of several tensors may alternate in one buffer, as q, k and v or d_q, d_k
- * and d_v do in (B, T, 3C), with a token_stride of 3C floats for each. (Overlap is refused, except
- * between tensors of different strides that both have gaps.)
+ * overlap nothing. Rows of several tensors may alternate in one buffer. So q, k and v do in (B, T,
+ * 3C), with a token_stride of 3C floats for each. (Overlap is refused, except between tensors of
+ * different strides that both have gaps.)
  *
- * If the layout is CONTIGUOUS (data at the first row) or STRIPED (data at row `rank`, token_stride
- * of `ranks` rows), a rank's shard can be a view into a tensor of the whole sequence. A ZIGZAG
- * shard has two pieces: copy them into one buffer. */
+ * A rank's shard can be a view into a tensor of the whole sequence if the layout is CONTIGUOUS or
+ * STRIPED. STRIPED: data is at row `rank`, and token_stride is that of `ranks` rows. A ZIGZAG shard
+ * has two pieces: copy them into one buffer. */
 typedef struct ra_in  { const void *data; int64_t batch_stride, token_stride, head_stride; } ra_in;
 typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, head_stride; } ra_out;
 
@@ -455,15 +418,15 @@ typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, he
  * A run is `count` rows at positions first, first + stride, ... (stride 0: 1). */
 typedef struct ra_run { int64_t first, count, stride; } ra_run;
 
-/* Positions of the rows of one tensor. {0}: rows follow one another from position 0 (keys) or
- * d.q_offset (queries, otherwise unused). Only for one rank or RA_LAYOUT_ARRAY. All sequences then
- * have equally many rows: pad with -1; d.tokens_of and kv_tokens_of stay null. A batch that
- * decodes after n0 and n1 cached tokens: d.tokens 1, d.kv_tokens max(n0, n1) + 1, q_pos.array
- * {n0, n1}, count 1, batch_step 1.
+/* Positions of the rows of one tensor. {0}: rows follow one another, keys from position 0 and
+ * queries from d.q_offset, which is otherwise unused. Only for one rank or RA_LAYOUT_ARRAY. All
+ * sequences then have equally many rows: pad with -1; d.tokens_of and kv_tokens_of stay null. A
+ * batch that decodes after n0 and n1 cached tokens: d.tokens 1, d.kv_tokens max(n0, n1) + 1,
+ * q_pos.array {n0, n1}, count 1, batch_step 1.
  *
  * One cache whose cells each belong to one of several sequences (llama.cpp's unified cache) is one
- * sequence of documents: a token at position p of sequence s, cached or new, has position
- * s * span + p, with a span of your choice and mask.doc_first = {0, span, 2 * span, ...}. Positions
+ * sequence of documents. Choose a span, and set mask.doc_first = {0, span, 2 * span, ...}. A token
+ * at position p of sequence s, cached or new, has position s * span + p there. Positions
  * may exceed kv_tokens, the number of cells. Cells of several sequences at once need a bias. */
 typedef struct ra_positions {
     const ra_run  *runs;               /* either runs, one after the other, */
@@ -488,8 +451,8 @@ typedef struct ra_pages {
 } ra_pages;
 
 /* -------------------------------------------------------------------------- mask. AGREED.
- * The query at position p, in the document [d, e), sees the keys k with lo <= k < hi, and those
- * with d <= k < d + keep that are below hi:
+ * The query at position p, in the document [d, e), sees the keys k with lo <= k < hi. It also sees
+ * those with d <= k < d + keep that are below hi.
  *   1 lo = d.  NONE: hi = e.  CAUSAL: hi = p + 1, with causal_block c > 1 rounded up so that hi - d
  *     is a multiple of c (a query sees its whole block).
  *   2 hi = max(hi, d + prefix); hi = min(hi, e).
@@ -534,8 +497,8 @@ typedef struct ra_mask {
  *               q_rows and k_rows; set tokens to any positive value. (One rank: leave kind 0.)
  * For causal work without a window take ZIGZAG: it gives all ranks the same work. With a window
  * take CONTIGUOUS: it is balanced by itself, and chunks travel one or two hops. CONTIGUOUS and
- * ZIGZAG cut at multiples of RA_BLOCK_TOKENS if there are at least 2 * ranks blocks, so shards may
- * differ by some of them (ra_plan_report.q_rows), otherwise as evenly as possible. They cut a
+ * ZIGZAG cut at multiples of RA_BLOCK_TOKENS if there are at least 2 * ranks blocks, otherwise as
+ * evenly as possible. Shards may differ by some blocks: see ra_plan_report.q_rows. They cut a
  * growing sequence anew at every call, and so does STRIPED unless q_offset is a multiple of ranks;
  * RUNS and ARRAY follow your table. For a sharded cache use ra_cache_create and ra_infer. */
 typedef struct ra_layout {
@@ -564,7 +527,7 @@ typedef struct ra_desc {
     /* What to compute */
     int32_t q_heads, kv_heads;         /* required, up to 65536; Hq is a multiple of Hkv: query head
                                         * h reads KV head h / (Hq / Hkv). MHA, GQA, MQA */
-    int32_t k_dim, v_dim;              /* required; Dk (of Q and K) and Dv (of V and O), 1..1024 */
+    int32_t k_dim, v_dim;              /* required; Dk of Q and K, Dv of V and O, 1..1024 */
     int32_t q_dtype, k_dtype, v_dtype, o_dtype; /* required; RA_F32, RA_F16, RA_BF16 in any mix; K
                                         * and V may be RA_Q8_0 (see ra_convert), without
                                         * gradients */
@@ -580,7 +543,8 @@ typedef struct ra_desc {
     int64_t q_offset;                  /* position of the first query of every sequence (keys start
                                         * at 0): a token decoded after n cached ones has tokens 1,
                                         * q_offset n. For different n see ra_positions */
-    const int64_t *tokens_of;          /* [B] if sequences differ, each <= tokens */
+    const int64_t *tokens_of;          /* [B] if sequences differ, each <= tokens. On one rank the
+                                        * largest one gives the packed batch_stride */
     const int64_t *kv_tokens_of;       /* [B] the same for keys, each <= kv_tokens (0: as above);
                                         * null: kv_tokens, or tokens_of + q_offset if that is 0.
                                         * Queries stay at q_offset: see ra_positions to decode */
@@ -592,12 +556,10 @@ typedef struct ra_desc {
     /* Ranks */
     int32_t ranks, rank;               /* ranks: up to 4096; 0: 1. rank is local */
     ra_layout layout;
-    int32_t chunk_tokens;              /* keys per message; 0: 256 (with rates 64) to 4096, by
-                                        * ranks, shard and work per key. Rounded up to blocks
-                                        * (zigzag: mirrored pairs; RUNS: the last may go beyond) */
-    int32_t buffers;                   /* receive buffers, of a chunk each, 1..64; 0: 3 to 8, for
-                                        * 8192 keys (training: 5120), and more in causal rings of 2
-                                        * or 3 ranks: see ra_plan_report.buffers */
+    int32_t chunk_tokens;              /* keys per message, rounded up to blocks. 0: chosen, see
+                                        * ra_plan_report. Small: starts sooner. Large: less work */
+    int32_t buffers;                   /* receive buffers, of a chunk each, 1..64. 0: chosen. Only
+                                        * what fits into them can travel beside computing */
     ra_rates rates;                    /* speeds of machines and network, from which chunk_tokens
                                         * and buffers are chosen if those are 0; {0}: unknown. Set
                                         * them for shards of up to 1024 rows, where no default suits
@@ -641,9 +603,10 @@ RINGATTN_API ra_desc ra_desc_make(int32_t q_heads, int32_t kv_heads, int32_t dim
 RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
 
 /* -------------------------------------------------------------------------- tensors. Local.
- * Bias: the element at data + b * batch_step + h * head_step + row * row_step + p * key_step is
- * added to the score that query head h of sequence b has in row `row` of this rank with the key at
- * position p. It is indexed by the key's POSITION, because keys come from other ranks. A step of 0
+ * Bias: the score that query head h of sequence b has in row `row` of this rank with the key at
+ * position p is increased by the element at
+ *     data + b * batch_step + h * head_step + row * row_step + p * key_step.
+ * It is indexed by the key's POSITION, because keys come from other ranks. A step of 0
  * means the same bias for all: with row_step 0 it is one per key, and with key_step 0 it does not
  * change o unless there are sinks. d.scores needs RA_SCORE_BIAS.
  *
@@ -735,8 +698,8 @@ typedef struct ra_grads {
 RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, const float *delta,
                                         const ra_grads *g, void *workspace, size_t bytes);
 
-/* Merges normalised partial results of two sets of keys, (o, lse) = (o, lse) + (o2, lse2): o
- * [rows][dim], lse [rows], natural log. A part whose lse is -inf adds nothing, whatever its o; two
+/* Merges normalised partial results of two sets of keys: o2 and lse2 into o and lse, which are
+ * [rows][dim] and [rows], natural log. A part whose lse is -inf adds nothing, whatever its o; two
  * such parts give (0, -inf). The order of calls fixes the bits. The parts must not overlap. A row
  * may be a (token, head) pair. */
 RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
@@ -764,11 +727,12 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
                                            int n_kv_heads, int head_dim, float scale, int window,
                                            int q_offset);
 
-/* Bytes of workspace for ra_attention and ra_fold on nth threads, 1..4096; 0: d or nth is refused,
- * see *d->error. Allocate once, for the largest call: the bytes suffice for every call with the
- * same heads, dims, dtypes, scores, mask, layout, dropout and isa (with pages, if d has them) that
- * has at most as many threads, sequences, tokens and keys (kv_tokens; if that is 0, tokens +
- * q_offset: for a growing cache set its capacity here). 300 KiB to some MiB per thread. */
+/* Bytes of workspace for ra_attention and ra_fold on nth threads, 1..4096: 300 KiB to some MiB per
+ * thread. 0: d or nth is refused, see *d->error. Allocate once, for the largest call. It serves all
+ * calls that have
+ *     the same heads, dims, dtypes, scores, mask, layout, dropout and isa, and pages if d has them
+ *     at most as many threads, sequences, tokens and keys.
+ * Keys are kv_tokens or, if that is 0, tokens + q_offset. For a growing cache set its capacity. */
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
 
 /* Writes t->o and t->lse: attention on one rank, of tokens query rows at t->q_pos over kv_tokens
@@ -795,12 +759,13 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
 /* The requested gradients of t->q, t->k, t->v, t->sinks and t->bias, from t->d_o and from t->o and
  * t->lse as ra_attention (or a ring) left them. Threads as in ra_attention. Each gradient is summed
  * in f32 from 0 in the workspace, then added to yours or written (see grad_dtype). Rows without
- * keys give zeros. d.train must be 1; dropout takes the seed of forward. workspace:
- * ra_attention_backward_bytes(d, nth) bytes at any address, required, sufficient in the same sense
- * as above: about nth (tokens Hq / Hkv Dk + kv_tokens (Dk + Dv)) floats, and as much again for up
- * to 16384 keys of 16 bits, which each thread keeps in its kernel's layout. Work is divided into
- * the KV heads of all sequences. If their number is not a multiple of nth, the remaining heads are
- * split further, which repeats part of the work. */
+ * keys give zeros. d.train must be 1; dropout takes the seed of forward. workspace is required:
+ * ra_attention_backward_bytes(d, nth) bytes at any address, which serve the calls that those of
+ * ra_attention_bytes would. They are about
+ *     nth * (tokens * Hq / Hkv * Dk + kv_tokens * (Dk + Dv)) floats,
+ * and as much again for up to 16384 keys of 16 bits, which each thread keeps in its kernel's
+ * layout. Work is divided into the KV heads of all sequences. If their number is not a multiple of
+ * nth, the remaining heads are split further, which repeats part of the work. */
 RINGATTN_API size_t    ra_attention_backward_bytes(const ra_desc *d, int nth); /* 0: d is refused */
 RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors *t,
                                              void *workspace, size_t bytes, int ith, int nth);
@@ -827,8 +792,8 @@ RINGATTN_API int32_t ra_plan_k_runs(const ra_plan *plan, int32_t rank, int32_t s
 /* One pass of one rank. A tile is RA_BLOCK_TOKENS x RA_BLOCK_TOKENS tokens (fewer at the end of a
  * run) of one head. The bounds of its rows say whether it is empty, partial or full. */
 typedef struct ra_pass_figures {
-    double  flops;                     /* multiply and add count 2: forward 2 (Dk + Dv) Hq pairs,
-                                        * backward 2 (3 Dk + 2 Dv) Hq pairs */
+    double  flops;                     /* multiply and add count 2: 2 * (Dk + Dv) * Hq * pairs,
+                                        * backward 2 * (3 * Dk + 2 * Dv) * Hq * pairs */
     int64_t tiles_empty, tiles_partial, tiles_full; /* ARRAY: all partial, positions are unknown */
     int64_t chunks_in, chunks_out;     /* messages */
     int64_t bytes_in, bytes_out;       /* on the wire, frames included, where messages are copied */
@@ -839,9 +804,9 @@ typedef struct ra_pass_figures {
                                         * backward the f32 sums of dQ */
     int64_t chunk_bytes;               /* largest message, which is the size of a buffer */
     int32_t direction;                 /* +1: chunks go to rank + 1; -1: to rank - 1 */
-    int32_t bits_any_ranks;            /* 1: o and lse, or (from equal o and lse) d_q, d_k and d_v,
-                                        * have the same bits in every plan of this layout.kind and
-                                        * mask that reports 1, for any number of ranks */
+    int32_t bits_any_ranks;            /* 1: the same bits of o and lse in every plan of this
+                                        * layout.kind and mask that reports 1, for any number of
+                                        * ranks; backward, from equal o and lse, of the gradients */
 } ra_pass_figures;
 
 /* What passes of a plan do on one rank. The counters of a run (ra_ring_counters) equal these
@@ -992,12 +957,12 @@ typedef struct ra_job {                /* begin copies it and *tensors, not what
  * after every thread has returned from ra_step (otherwise RA_E_BUSY): one thread may get RA_OK
  * while others are still inside. A refusal leaves the ring as it was. */
 RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job);
-/* One bounded piece of work, whatever the length of chunks and shards: a round of communication,
- * then tiles of at most 2^26 multiply-adds (64 * 64 * (Dk + Dv) each, backward 64 * 64 * (3 Dk + 2
- * Dv)) and one more block of keys, or with an engine one of its tasks against one chunk. Meanwhile
- * the transport is polled as often as ra_transport.poll says. Cancellation, deadline and failures
- * are noticed between two steps; progress is reported after each. Never blocks (except in a level-0
- * sendrecv), never spins, waits for no thread.
+/* One bounded piece of work, whatever the length of chunks and shards. First a round of
+ * communication, then tiles of at most 2^26 multiply-adds and one more block of keys. A tile has
+ * 64 * 64 * (Dk + Dv), backward 64 * 64 * (3 * Dk + 2 * Dv). (With an engine: one of its tasks
+ * against one chunk.) Meanwhile the transport is polled as often as ra_transport.poll says.
+ * Cancellation, deadline and failures are noticed between two steps; progress is reported after
+ * each. Never blocks (except in a level-0 sendrecv), never spins, waits for no thread.
  *
  * ith >= 0, unique among the threads inside. Only threads with an ith below d.threads of the plan
  * compute; others get RA_WAIT until the pass is done. Any thread may stop calling, and others
@@ -1433,6 +1398,75 @@ typedef struct ra_engine {
 #endif /* RINGATTN_H ======== whoever only wants the API stops reading here ======== */
 #if defined(RINGATTN_IMPLEMENTATION) && !defined(RA__IMPLEMENTED) && !defined(RA__BODY)
 #define RA__IMPLEMENTED
+
+/* -------------------------------------------------------------------------- for maintainers
+ * The file is divided into rooms, each with a banner. Each room uses only those above it, and every
+ * public function ends the room that it belongs to. `make rooms` cuts the file into one per room.
+ *
+ * More words, for what is inside
+ *   task      up to 1024 rows of the heads of one group that one thread works on
+ *   panel     the rows of a task that one call of a kernel holds in registers and cache
+ *   segment   a piece of a run
+ *   item      some keys and where they are stored
+ *   head row  a token's row of one query head
+ *   side      the query rows of a rank, or its key rows
+ *   handful   the tokens that decoding takes at once: at most 16 head rows per KV head
+ *   four      up to 4 head rows of one KV head, which a decoding kernel takes together
+ *   stretch   keys that decoding reads for all heads of a task before the next ones
+ *   series    chunks that a task folds before it stores its sums
+ *   portion   the part of a stage of a CACHE call that one thread at a time works on
+ *   queue     messages of one kind and direction
+ *
+ * How a call runs
+ *   ra_attention   checks the descriptor and tensors (ra__local_check), then runs one of two forms.
+ *                  ra__decode_run (DECODE) takes calls with few head rows per KV head, and with
+ *                  RA_FORM_SAME with any number. ra__local_run (LOCAL) takes the others, and gives
+ *                  each thread its tasks. A task loads query rows (ra__task_data), folds one block
+ *                  of keys after another with the kernels of the instruction set (ra__task_some,
+ *                  FORWARD; KERNEL), divides and writes o.
+ *   ra_forward     is ra_begin, then ra_step until done (RING). A step either moves messages, or
+ *                  claims a task and folds the next chunk into it by the same ra__task_some. The
+ *                  lists of chunks, their order and their peers come from ra_plan_create (SCHEDULE,
+ *                  PLAN).
+ *   ra_infer       is ra_infer_begin, then ra_infer_step until done (CACHE). A call has a few
+ *                  stages with messages between them. Each stage attends some rows to the keys of
+ *                  one rank, and the last one merges. A step works on a portion of a stage by the
+ *                  tasks of LOCAL or DECODE.
+ *
+ * Contents
+ *   API          types, descriptors, functions, the transport's contract; ends with a stop sign
+ *   PLATFORM     compiler, system and processor; strict floating point
+ *   TYPES        query blocks, blocks of keys, and the table of functions of an instruction set
+ *   CLOCK        monotonic time, sleep
+ *   ATOMICS      loads acquire, stores release
+ *   MEM          sentences of refusal, memory from the caller's allocator
+ *   MATH         exp, log, half floats; merging normalised partial results
+ *   KERNEL       the tile: one block of keys folded into 64 query rows; included once per ISA
+ *   SCALAR       its operations in plain C
+ *   AVX2         its operations on 8 floats
+ *   AVX512       its operations on 16 floats
+ *   AVX512 BF16  a separate body for bf16, by dot products of two bf16, and for q8_0 by integers
+ *   AMX          the same for bf16 by tile registers
+ *   NEON         its operations on 4 floats
+ *   DISPATCH     which instruction sets this processor has
+ *   CHECKSUM     CRC-32C of messages
+ *   GEOMETRY     positions, masks and chunks: which rows a rank holds, and who sees whom
+ *   TENSORS      views, and checks of a call's tensors
+ *   CHECK        checks of a descriptor, and its defaults
+ *   FORWARD      query rows against one chunk, with our kernels or the caller's
+ *   BACKWARD     gradients of query rows and of the keys of one chunk
+ *   LOCAL        one call on one rank, by tasks that its threads share
+ *   DECODE       the same for few query rows
+ *   ATTENTION    ra_attention and its relatives: the forward calls of one rank
+ *   LOCAL BACKWARD   gradients on one rank; what follows is needed for rings only
+ *   SCHEDULE     chunks, their order and how far they travel; proof against deadlock
+ *   WORKSPACE    the memory of a ring
+ *   PLAN         the schedule of a rank, and its figures
+ *   TRANSPORT    checks and defaults of transports
+ *   SHM          the bundled world: ranks as threads
+ *   RING         one rank's pass as a state machine
+ *   RESUME       a failed pass continues among the ranks that are left
+ *   CACHE        inference over a sharded KV cache */
 
 /* ========================================================================== PLATFORM
  * Compiler, operating system and processor: includes, attributes, strict floating point for all
