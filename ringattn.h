@@ -61,9 +61,8 @@
  *       pthread_t id[4]; int ith[4] = {0, 1, 2, 3};
  *       d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
  *       d.k_dtype = d.v_dtype = RA_F16; d.tokens = 512; d.error = &why;
- *       d.kv_tokens = 4096;                       // bytes for the whole cache: once
+ *       d.kv_tokens = 4096;                       // of the cache; later rows are not seen
  *       memory = malloc(bytes = ra_attention_bytes(&d, 4));
- *       d.kv_tokens = 0;
  *       t.q.data = q; t.k.data = keys; t.v.data = values; t.o.data = o;
  *       for (; d.q_offset < 4096 && !why.status; d.q_offset += 512) {  // your model: q, 512 rows
  *           for (int i = 0; i < 4; i++) pthread_create(&id[i], NULL, work, &ith[i]);
