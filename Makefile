@@ -81,7 +81,7 @@ help: ## lists the targets
 # RA__IMPLEMENTED skips the implementation in their own sources.
 HOOKED   := tests/test_clients tests/test_refuse tests/test_plan tests/test_bf16 \
             tests/test_failure tests/test_steps tests/test_resume tests/test_sim \
-            tests/test_schedule
+            tests/test_schedule tests/test_numbers
 # Tests compute little: compiling them at a higher level costs twice what it saves in running them.
 # test_forward, whose oracle computes a lot, has the level of the library.
 LIGHT    := $(patsubst %,tests/test_%,plan clients failure calls infer tcp) \

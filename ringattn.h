@@ -6050,14 +6050,16 @@ RA__BF_INLINE void ra__bf_modify_sums(const ra__bf_strip *strip, int32_t j, __m5
         }
 }
 
-/* log2 of p of key j and vector t. */
+/* log2 of p of key j and vector t. The score is rounded before the shift is subtracted, as it was
+ * when the maximum was found: the largest score of a row gives 0, whatever its magnitude. A fused
+ * subtraction would give the rounding error of the maximum, which is 512 for a score of 1e10. */
 RA__BF_INLINE __m512 ra__bf_exponent(const ra__bf_strip *strip, int32_t j, int32_t t,
                                      const int32_t masked) {
     const int32_t row = strip->row + 16 * t;
     const __m512 shift = _mm512_loadu_ps(strip->shift + row);
     const __m512 factor = _mm512_set1_ps(strip->factor);
     __m512 x = _mm512_loadu_ps(strip->scores + (j & strip->slot_mask) * 64 + row);
-    x = _mm512_fmsub_ps(x, factor, shift);
+    x = _mm512_sub_ps(_mm512_mul_ps(x, factor), shift);
     if (!masked) return x;
     return _mm512_mask_blend_ps(ra__bf_lanes_seeing(strip, j, t), _mm512_set1_ps(ra__neg_inf()), x);
 }

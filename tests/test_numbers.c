@@ -1,0 +1,204 @@
+/* How far results are from double precision: for scores of every size, and for inputs that are
+ * constructed so that all roundings go in one direction. Every instruction set of this machine, in
+ * the prefill form and the decoding form; AMX runs in software (hooks.h). */
+#include "hooks.h"
+#include "tensors.h"
+
+static const int32_t isas[6] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16,
+                                 RA_ISA_AMX, RA_ISA_NEON };
+
+/* One head. Values are those that the library gets: tensors are rounded to their dtype. */
+enum { MOST_ROWS = 64, MOST_DIM = 576 };
+typedef struct call {
+    ra_desc d;
+    ra_tensors t;
+    ra_error error;
+    float *q, *k, *v, *o, *lse;        /* [tokens][Dk], [keys][Dk], [keys][Dv], [tokens][Dv] */
+    float *g, *dq, *dk, *dv;           /* dO and gradients; g null: none are computed */
+    uint8_t *rows[3];                  /* q, k and v in their dtypes */
+} call;
+
+static float *numbers(int64_t n) { return (float *)calloc((size_t)n + 16, sizeof(float)); }
+
+static void call_begin(call *c, int32_t tokens, int32_t keys, int32_t k_dim, int32_t v_dim) {
+    memset(c, 0, sizeof *c);
+    c->d = ra_desc_make(1, 1, k_dim, RA_F32, RA_MASK_NONE);
+    c->d.v_dim = v_dim;
+    c->d.tokens = tokens;
+    c->d.kv_tokens = keys;
+    c->d.scale = 1;
+    c->q = numbers(tokens * k_dim);
+    c->k = numbers(keys * k_dim);
+    c->v = numbers(keys * v_dim);
+    c->o = numbers(tokens * v_dim);
+    c->lse = numbers(tokens);
+}
+
+static void call_end(call *c) {
+    for (int i = 0; i < 3; i++) free(c->rows[i]);
+    free(c->q); free(c->k); free(c->v); free(c->o); free(c->lse);
+    free(c->g); free(c->dq); free(c->dk); free(c->dv);
+}
+
+/* Stores n rows in a dtype; q8_0 by the library's own conversion. The numbers become those that
+ * are stored. */
+static void call_store(uint8_t **to, float *x, int64_t n, int32_t dim, int32_t dtype) {
+    free(*to);
+    *to = (uint8_t *)calloc((size_t)(n * row_bytes(dtype, dim)) + 64, 1);
+    CHECK_EQ(ra_convert(*to, dtype, x, RA_F32, n * dim), RA_OK);
+    CHECK_EQ(ra_convert(x, RA_F32, *to, dtype, n * dim), RA_OK);
+}
+
+static ra_status call_run(call *c) {
+    ra_tensors *t = &c->t;
+    ra_desc *d = &c->d;
+    ra_status s;
+    size_t bytes;
+    void *room;
+    d->error = &c->error;
+    call_store(&c->rows[0], c->q, d->tokens, d->k_dim, d->q_dtype);
+    call_store(&c->rows[1], c->k, d->kv_tokens, d->k_dim, d->k_dtype);
+    call_store(&c->rows[2], c->v, d->kv_tokens, d->v_dim, d->v_dtype);
+    d->o_dtype = RA_F32;
+    t->q.data = c->rows[0]; t->k.data = c->rows[1]; t->v.data = c->rows[2];
+    t->o.data = c->o; t->lse.data = c->lse;
+    d->train = c->g != NULL;
+    bytes = ra_attention_bytes(d, 1);
+    if (d->train && bytes) bytes += ra_attention_backward_bytes(d, 1);
+    room = malloc(bytes + 1);
+    s = bytes ? ra_attention(d, t, room, bytes, 0, 1) : c->error.status;
+    if (!s && d->train) {
+        t->d_o.data = c->g;
+        t->d_q.data = c->dq; t->d_k.data = c->dk; t->d_v.data = c->dv;
+        s = ra_attention_backward(d, t, room, bytes, 0, 1);
+    }
+    free(room);
+    return s;
+}
+
+/* -------------------------------------------------------------------------- double precision */
+typedef struct row_truth {
+    double s[4096], p[4096], lse;      /* scores, weights */
+    double size;                       /* the largest sum of |q k| of a key, times the scale */
+} row_truth;
+
+static H_FAST void call_row(const call *c, int32_t i, row_truth *x) {
+    const float *q = c->q + i * c->d.k_dim;
+    const double scale = c->d.scale > 0 ? (double)c->d.scale : 1 / sqrt((double)c->d.k_dim);
+    double top = -HUGE_VAL, sum = 0;
+    x->size = 0;
+    for (int32_t j = 0; j < c->d.kv_tokens; j++) {
+        const float *k = c->k + j * c->d.k_dim;
+        double size = 0, s = 0;
+        for (int32_t e = 0; e < c->d.k_dim; e++) {
+            s += (double)q[e] * (double)k[e];
+            size += fabs((double)q[e] * (double)k[e]);
+        }
+        s *= scale;
+        if (c->d.softcap > 0) s = (double)c->d.softcap * tanh(s / (double)c->d.softcap);
+        x->s[j] = s;
+        x->size = fmax(x->size, size * scale);
+        top = fmax(top, s);
+    }
+    for (int32_t j = 0; j < c->d.kv_tokens; j++) sum += x->p[j] = exp(x->s[j] - top);
+    for (int32_t j = 0; j < c->d.kv_tokens; j++) x->p[j] /= sum;
+    x->lse = top + log(sum);
+}
+
+/* -------------------------------------------------------------------------- scores of any size */
+static const double sizes[] = { 1e-40, 1e-30, 1e-20, 1e-10, 1e-3, 1, 30, 1e3, 1e5, 1e6, 4e6, 1e7,
+                                1.7e7, 5e7, 3e8, 1e9, 1e10, 1e12, 1e15, 1e20, 1e27, 1e33, 1e37,
+                                1e38, 2.3e38 };
+
+/* Scores of about `size`: positive in even rows, and rising slightly from key to key. `split`: q
+ * and k are equally large; otherwise k is about 1. */
+static void sized(call *c, double size, int split) {
+    const double root = split ? sqrt(size / c->d.k_dim) : 1;
+    for (int32_t i = 0; i < c->d.tokens * c->d.k_dim; i++) {
+        const int32_t row = i / c->d.k_dim;
+        const double x = size / c->d.k_dim / root * (1 - row / 2 / 50.0);
+        c->q[i] = (float)(row % 2 ? -x : x);
+    }
+    for (int32_t i = 0; i < c->d.kv_tokens * c->d.k_dim; i++)
+        c->k[i] = (float)(root * (1 - (double)(c->d.kv_tokens - 1 - i / c->d.k_dim) / 500));
+    for (int32_t i = 0; i < c->d.kv_tokens * c->d.v_dim; i++)
+        c->v[i] = 1 + (float)(i / c->d.v_dim % 7) / 8;
+}
+
+/* Rows are within `off` times the size of scores, but always between the least and the largest V;
+ * gradients are finite. */
+static void sized_check(const call *c, double off) {
+    static row_truth x;
+    for (int32_t i = 0; i < c->d.tokens; i++) {
+        double o = 0, far = 0, tol, least = HUGE_VAL, most = 0;
+        call_row(c, i, &x);
+        for (int32_t j = 0; j < c->d.kv_tokens; j++) {
+            const double v = (double)c->v[j * c->d.v_dim];
+            o += x.p[j] * v;
+            least = fmin(least, v);
+            most = fmax(most, v);
+        }
+        tol = off * (1 + x.size);
+        for (int32_t e = 0; e < c->d.v_dim; e++) {
+            const double y = (double)c->o[i * c->d.v_dim + e];
+            far = fmax(far, y == y ? fabs(y - o) : HUGE_VAL);
+            if (!(y >= least - 3e-5 && y <= most + 3e-5)) far = HUGE_VAL;
+        }
+        if (!(far <= 2 * tol) || !(fabs((double)c->lse[i] - x.lse) <= tol)) {
+            h_context("%s row %d of %d keys %d dtype %d size %g: o %g, expected %g; lse %g, %g",
+                      ra_isa_name(c->d.isa), (int)i, (int)c->d.tokens, (int)c->d.kv_tokens,
+                      (int)c->d.k_dtype, x.size, (double)c->o[i * c->d.v_dim], o,
+                      (double)c->lse[i], x.lse);
+            CHECK(far <= 2 * tol);
+            CHECK(fabs((double)c->lse[i] - x.lse) <= tol);
+            break;
+        }
+    }
+    for (int64_t i = 0; c->g && i < (int64_t)c->d.tokens * c->d.k_dim; i++)
+        CHECK(c->dq[i] - c->dq[i] == 0);
+    for (int64_t i = 0; c->g && i < (int64_t)c->d.kv_tokens * c->d.k_dim; i++)
+        CHECK(c->dk[i] - c->dk[i] == 0 && c->dv[i] - c->dv[i] == 0);
+}
+
+static void sized_case(int32_t isa, int32_t dtype, int32_t tokens, int32_t keys, double size) {
+    static const double off[5] = { 0, 4e-6, 4e-6, 6e-3, 6e-3 };
+    for (int split = 0; split < 2; split++) {
+        call c;
+        if (dtype == RA_F16 && size > 1e5) break;
+        if (dtype == RA_Q8_0 && split) break;
+        call_begin(&c, tokens, keys, 32, 32);
+        c.d.isa = isa;
+        c.d.q_dtype = dtype == RA_Q8_0 ? RA_F32 : dtype;
+        c.d.k_dtype = c.d.v_dtype = dtype;
+        if (dtype == RA_Q8_0 && size > 1e37) size = 1e37;
+        if (dtype != RA_Q8_0 && keys % 2) {
+            c.g = numbers(tokens * 32);
+            c.dq = numbers(tokens * 32);
+            c.dk = numbers(keys * 32);
+            c.dv = numbers(keys * 32);
+            for (int32_t i = 0; i < tokens * 32; i++) c.g[i] = 1 - (float)(i % 5) / 2;
+        }
+        sized(&c, size, split);
+        CHECK_EQ(call_run(&c), RA_OK);
+        sized_check(&c, off[dtype]);
+        call_end(&c);
+    }
+}
+
+TEST(scores_of_any_size) {
+    static const int32_t keys[5] = { 1, 2, 3, 64, 65 }, tokens[4] = { 64, 17, 4, 1 };
+    const int count = (int)(sizeof sizes / sizeof sizes[0]);
+    for (int64_t i = 0; i < 6 * 4 * 4 * count; i++) {
+        int64_t left = i;
+        const int32_t isa = isas[h_pick(&left, 6)], dtype = RA_F32 + h_pick(&left, 4);
+        const int32_t rows = tokens[h_pick(&left, 4)];
+        if (!ra_isa_available(isa) || !h_case(i)) continue;
+        for (int n = 0; n < 5; n++) sized_case(isa, dtype, rows, keys[n], sizes[left]);
+    }
+}
+
+static const h_test tests[] = { ENTRY(scores_of_any_size) };
+
+int main(int argc, char **argv) {
+    return hook_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+}
