@@ -548,9 +548,10 @@ typedef struct ra_desc {
                                         * null: kv_tokens, or tokens_of + q_offset if that is 0.
                                         * Queries stay at q_offset: see ra_positions to decode */
     ra_mask mask;
-    float scale;                       /* factor of the scores, > 0; 0: 1/sqrt(Dk) */
-    float softcap;                     /* > 0: a scaled score s becomes softcap * tanh(s / softcap);
-                                        * 0: off. ALiBi and bias are added after that */
+    float scale;                       /* factor of the scores, 1e-20 to 1e20; 0: 1/sqrt(Dk) */
+    float softcap;                     /* 1e-20 to 1e20: a scaled score s becomes
+                                        * softcap * tanh(s / softcap); 0: off. ALiBi and bias are
+                                        * added after that */
     int32_t form;                      /* RA_FORM_*; not for plans, ra_fold and gradients */
     /* Ranks */
     int32_t ranks, rank;               /* ranks: up to 4096; 0: 1. rank is local */
@@ -641,7 +642,8 @@ typedef struct ra_tensors {
                                         * sinks. {0}: not wanted */
     ra_positions q_pos, k_pos;         /* usually {0} */
     ra_pages pages;                    /* with d.page_tokens: where the rows of K and V are */
-    const float *alibi;                /* [Hq] slope: score - slope * |p - key position| */
+    const float *alibi;                /* [Hq] slope: score - slope * |p - key position|; at most
+                                        * 1e28 in magnitude */
     const float *sinks;                /* [Hq] one logit per head, added once per row to the
                                         * denominator as exp(sink): not scaled, capped or dropped.
                                         * alibi, sinks and seed must be equal on all ranks */
@@ -719,8 +721,8 @@ RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src,
  * 1/sqrt(head_dim). One thread, no allocation, at most 240 KiB of stack (80 KiB if seq_q * n_heads
  * / n_kv_heads is at most 8), twice that without optimisation. A refusal is a status alone.
  * RA_E_RANGE: a count or q_offset is negative, heads or head_dim are below 1, head_dim is above
- * 256, positions reach RA_MAX_POSITION, or scale is negative or not finite. RA_E_SHAPE: n_heads is
- * not a multiple of n_kv_heads. RA_E_NULL: a pointer to rows is null. */
+ * 256, positions reach RA_MAX_POSITION, or scale is not in the range of ra_desc. RA_E_SHAPE: n_heads
+ * is not a multiple of n_kv_heads. RA_E_NULL: a pointer to rows is null. */
 RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const float *k,
                                            const float *v, int seq_q, int seq_k, int n_heads,
                                            int n_kv_heads, int head_dim, float scale, int window,
@@ -10195,6 +10197,9 @@ static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, int64_t
     const int given = (t->alibi ? RA_SCORE_ALIBI : 0) | (t->sinks ? RA_SCORE_SINKS : 0) |
                       (b->data ? RA_SCORE_BIAS : 0);
     if (given != d->scores) return ra__refuse_given(given, d->scores, e);
+    for (int32_t h = 0; h < d->q_heads && t->alibi; h++)
+        ra__refuse_real_if(&x, !(t->alibi[h] >= -1e28f && t->alibi[h] <= 1e28f), RA_E_RANGE,
+                           "t.alibi", "must be from -1e28 to 1e28", (double)t->alibi[h]);
     ra__refuse_if(&x, b->data && b->keys < 1, RA_E_RANGE, "t.bias.keys", "# is not positive",
                   b->keys);
     ra__refuse_if(&x, b->dtype < 0 || b->dtype > RA_BF16, RA_E_ENUM, "t.bias.dtype",
@@ -10525,12 +10530,17 @@ static ra_status ra__check_rates(const ra_rates *r, ra_error *e) {
     return x.status;
 }
 
+/* A scale or a softcap. Kernels multiply by it, by log2(e) times it and by its reciprocal. In this
+ * range these are normal numbers, and scores that are lost because a product with them is subnormal
+ * are below 1e-17. */
+RA__INLINE int ra__factor_valid(float x) { return x == 0.0f || (x >= 1e-20f && x <= 1e20f); }
+
 static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
     ra__checks x = { e, RA_OK };
-    ra__refuse_real_if(&x, !ra__is_finite(d->scale) || d->scale < 0.0f, RA_E_RANGE, "scale",
-                       "must be finite and not negative", (double)d->scale);
-    ra__refuse_real_if(&x, !ra__is_finite(d->softcap) || d->softcap < 0.0f, RA_E_RANGE, "softcap",
-                       "must be finite and not negative", (double)d->softcap);
+    ra__refuse_real_if(&x, !ra__factor_valid(d->scale), RA_E_RANGE, "scale",
+                       "must be 0 or from 1e-20 to 1e20", (double)d->scale);
+    ra__refuse_real_if(&x, !ra__factor_valid(d->softcap), RA_E_RANGE, "softcap",
+                       "must be 0 or from 1e-20 to 1e20", (double)d->softcap);
     ra__refuse_real_if(&x, !(d->dropout >= 0.0f && d->dropout < 1.0f), RA_E_RANGE, "dropout",
                        "must be at least 0 and less than 1", (double)d->dropout);
     if (x.status || ra__rates_unknown(&d->rates)) return x.status;
@@ -13681,7 +13691,7 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     ra_tensors t;
     if (seq_q < 0 || seq_k < 0 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || q_offset < 0 ||
         head_dim > 256 || seq_q > RA_MAX_POSITION - q_offset || seq_k > RA_MAX_POSITION ||
-        !ra__is_finite(scale) || scale < 0.0f)
+        !ra__factor_valid(scale))
         return RA_E_RANGE;
     if (n_heads % n_kv_heads) return RA_E_SHAPE;
     if ((seq_q && (!out || !q)) || (seq_k && (!k || !v))) return RA_E_NULL;

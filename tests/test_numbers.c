@@ -197,7 +197,146 @@ TEST(scores_of_any_size) {
     }
 }
 
-static const h_test tests[] = { ENTRY(scores_of_any_size) };
+/* -------------------------------------------------------------------------- scales and softcaps */
+/* o and gradients with this softcap or scale. Magnitudes of q and k make scores up to `top`. */
+static void factored(call *c, int32_t isa, int32_t dtype, int32_t tokens, double scale,
+                     double softcap, double top) {
+    h_rng r = h_case_rng(0);
+    call_begin(c, tokens, 70, 32, 32);
+    c->d.isa = isa;
+    c->d.q_dtype = dtype == RA_Q8_0 ? RA_F32 : dtype;
+    c->d.k_dtype = c->d.v_dtype = dtype;
+    c->d.scale = (float)scale;
+    c->d.softcap = (float)softcap;
+    for (int32_t i = 0; i < tokens * 32; i++)
+        c->q[i] = (float)(top / scale / 32 * (double)h_normal(&r));
+    for (int32_t i = 0; i < 70 * 32; i++) { c->k[i] = h_normal(&r); c->v[i] = h_normal(&r); }
+    if (dtype != RA_Q8_0) {
+        c->g = numbers(tokens * 32);
+        c->dq = numbers(tokens * 32);
+        c->dk = numbers(70 * 32);
+        c->dv = numbers(70 * 32);
+        for (int32_t i = 0; i < tokens * 32; i++) c->g[i] = h_normal(&r);
+    }
+    CHECK_EQ(call_run(c), RA_OK);
+}
+
+/* Gradients of dQ scale^-1, dK / q and dV against double precision. */
+static void factored_check(const call *c, double off) {
+    static row_truth x;
+    static double dq[64 * 32], dk[70 * 32], dv[70 * 32];
+    const double scale = (double)c->d.scale, cap = (double)c->d.softcap;
+    double most_q = 1e-300;
+    memset(dk, 0, sizeof dk);
+    memset(dv, 0, sizeof dv);
+    for (int32_t i = 0; i < c->d.tokens * 32; i++) most_q = fmax(most_q, fabs((double)c->q[i]));
+    for (int32_t i = 0; i < c->d.tokens; i++) {
+        double o[32] = { 0 }, delta = 0;
+        call_row(c, i, &x);
+        for (int32_t n = 0; n < 70 * 32; n++) o[n % 32] += x.p[n / 32] * (double)c->v[n];
+        CHECK_CLOSE(c->o + i * 32, o, 32, off, off);
+        CHECK_CLOSE(c->lse + i, &x.lse, 1, off, off);
+        if (!c->g) continue;
+        for (int32_t e = 0; e < 32; e++) delta += o[e] * (double)c->g[i * 32 + e];
+        memset(dq + i * 32, 0, 32 * sizeof *dq);
+        for (int32_t j = 0; j < 70; j++) {
+            double ds = -delta;
+            for (int32_t e = 0; e < 32; e++)
+                ds += (double)c->g[i * 32 + e] * (double)c->v[j * 32 + e];
+            ds *= x.p[j] * (cap > 0 ? 1 - pow(x.s[j] / cap, 2) : 1);
+            for (int32_t e = 0; e < 32; e++) {
+                dq[i * 32 + e] += ds * scale * (double)c->k[j * 32 + e];
+                dk[j * 32 + e] += ds * scale * (double)c->q[i * 32 + e];
+                dv[j * 32 + e] += x.p[j] * (double)c->g[i * 32 + e];
+            }
+        }
+    }
+    if (!c->g) return;
+    CHECK_CLOSE(c->dq, dq, c->d.tokens * 32, 8 * off * scale, off);
+    CHECK_CLOSE(c->dk, dk, 70 * 32, 64 * off * scale * most_q, off);
+    CHECK_CLOSE(c->dv, dv, 70 * 32, 64 * off, off);
+}
+
+/* Every scale and softcap that is accepted is computed. */
+TEST(scales_and_softcaps) {
+    static const double at[7] = { 1.0001e-20, 1e-12, 0.03, 1, 50, 1e12, 0.9999e20 };
+    static const double off[5] = { 0, 1e-5, 1e-5, 2e-2, 2e-2 };
+    static const int32_t tokens[3] = { 64, 4, 1 };
+    for (int64_t i = 0; i < 6 * 4 * 3 * 14; i++) {
+        int64_t left = i;
+        const int32_t isa = isas[h_pick(&left, 6)], dtype = RA_F32 + h_pick(&left, 4);
+        const int32_t rows = tokens[h_pick(&left, 3)], scaled = h_pick(&left, 2);
+        const double x = at[left];
+        call c;
+        if (!ra_isa_available(isa) || !h_case(i)) continue;
+        if (dtype == RA_F16 && scaled && fabs(log(x)) > 5) continue;   /* q would leave f16 */
+        h_context("%s dtype %d rows %d %s %g", ra_isa_name(isa), (int)dtype, (int)rows,
+                  scaled ? "scale" : "softcap", x);
+        factored(&c, isa, dtype, rows, scaled ? x : 0.25, scaled ? 0 : x, 3);
+        factored_check(&c, off[dtype]);
+        call_end(&c);
+    }
+}
+
+/* Other scales and softcaps are refused by every call. */
+TEST(scales_and_softcaps_out_of_range) {
+    const float bad[8] = { 0.9e-20f, 1.1e20f, 1e38f, 1e-38f, 1e-45f, -1, (float)NAN, HUGE_VALF };
+    static float x[64];
+    for (int64_t i = 0; i < 16; i++) {
+        const int scaled = (int)(i / 8);
+        ra_plan *plan = NULL;
+        call c;
+        if (!h_case(i)) continue;
+        call_begin(&c, 2, 2, 8, 8);
+        if (scaled) c.d.scale = bad[i % 8];
+        else c.d.softcap = bad[i % 8];
+        CHECK_EQ(call_run(&c), RA_E_RANGE);
+        CHECK(strcmp(c.error.field, scaled ? "scale" : "softcap") == 0);
+        CHECK(strstr(c.error.text, "must be 0 or from 1e-20 to 1e20; it was ") != NULL);
+        CHECK_EQ(ra_plan_create(&plan, &c.d, NULL), RA_E_RANGE);
+        CHECK(plan == NULL);
+        if (scaled)
+            CHECK_EQ(ra_attention_simple(x, x, x, x, 2, 2, 1, 1, 8, bad[i % 8], 0, 0), RA_E_RANGE);
+        call_end(&c);
+    }
+}
+
+/* Slopes up to the largest that is accepted hide far keys, and no row is NaN; larger ones are
+ * refused. */
+TEST(slopes) {
+    for (int64_t i = 0; i < 6 * 3; i++) {
+        int64_t left = i;
+        const int32_t isa = isas[h_pick(&left, 6)], rows = left == 0 ? 64 : left == 1 ? 4 : 1;
+        float slope = 1e28f;
+        call c;
+        if (!ra_isa_available(isa) || !h_case(i)) continue;
+        call_begin(&c, rows, 130, 8, 8);
+        c.d.isa = isa;
+        c.d.scores = RA_SCORE_ALIBI;
+        c.d.q_offset = 130 - rows;
+        c.t.alibi = &slope;
+        for (int32_t j = 0; j < 130 * 8; j++) c.v[j] = (float)(j / 8);
+        for (int k = 0; k < 4; k++, slope /= 1e7f) {
+            CHECK_EQ(call_run(&c), RA_OK);
+            for (int32_t j = 0; j < rows * 8; j++)
+                CHECK(c.o[j] == (float)(130 - rows + j / 8) || slope < 1e9f);
+        }
+        for (slope = 1.1e28f; slope - slope == 0; slope *= -1e4f) {
+            CHECK_EQ(call_run(&c), RA_E_RANGE);
+            CHECK(strstr(c.error.text, "must be from -1e28 to 1e28; it was ") != NULL);
+            CHECK(strcmp(c.error.field, "t.alibi") == 0);
+        }
+        slope = (float)NAN;
+        CHECK_EQ(call_run(&c), RA_E_RANGE);
+        CHECK(strstr(c.error.text, "it was NaN") != NULL);
+        call_end(&c);
+    }
+}
+
+static const h_test tests[] = {
+    ENTRY(scores_of_any_size), ENTRY(scales_and_softcaps),
+    ENTRY(scales_and_softcaps_out_of_range), ENTRY(slopes)
+};
 
 int main(int argc, char **argv) {
     return hook_main(argc, argv, tests, sizeof tests / sizeof tests[0]);

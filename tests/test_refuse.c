@@ -310,8 +310,8 @@ static const row desc_rows[] = {
     { RUNS, D(tokens_of), PTR, 1, RA_E_SHAPE, "must be null: RUNS and ARRAY give every" },
     { ARRAY, D(kv_tokens_of), PTR, 1, RA_E_SHAPE, "must be null: RUNS and ARRAY give every" },
     { BATCH, D_AS(tokens, "tokens_of"), I64, 299, RA_E_RANGE, "300 is not in 0..299 (tokens)" },
-    { ONE, D(scale), F32, -1, RA_E_RANGE, "must be finite and not negative" },
-    { ONE, D(softcap), F32, -1, RA_E_RANGE, "must be finite and not negative" },
+    { ONE, D(scale), F32, -1, RA_E_RANGE, "must be 0 or from 1e-20 to 1e20; it was -1" },
+    { ONE, D(softcap), F32, -1, RA_E_RANGE, "must be 0 or from 1e-20 to 1e20; it was -1" },
     { ONE, D(chunk_tokens), I32, -64, RA_E_RANGE, "-64 is not in 0..16777216" },
     { ONE, D(chunk_tokens), I32, INT32_MAX, RA_E_RANGE, "2147483647 is not in 0..16777216" },
     { ONE, D(buffers), I32, -1, RA_E_RANGE, "-1 is not in 0..64" },
@@ -505,10 +505,11 @@ TEST(desc_floats) {
         { -3.4e38f, "it was -3.4e38" }, { -1e-45f, "it was -1.4013e-45" },
         { 123.456f, "it was 123.456" },
     };
-    const float bad[3] = { NAN, INFINITY, -INFINITY };
-    const char *const text[3] = { "it was NaN", "it was inf", "it was -inf" };
+    const float bad[7] = { NAN, INFINITY, -INFINITY, 1e38f, 1.1e20f, 0.9e-20f, 1e-45f };
+    const char *const text[7] = { "it was NaN", "it was inf", "it was -inf", "it was 1e38",
+                                  "it was 1.1e20", "it was 9e-21", "it was 1.4013e-45" };
     ra_desc d;
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 7; i++) {
         base_desc(&d, ONE);
         d.scale = bad[i];
         refuse_desc(&d, RA_E_RANGE, "scale", text[i]);
