@@ -200,14 +200,22 @@
  *   Errors   Every call that can fail returns a status. A refusal names the field and the reason.
  *            Nothing is printed, nothing aborts, and no wait is unbounded, except inside a sendrecv
  *            callback of yours that ignores its deadline.
- *   Numbers  Scores, softmax and sums are f32 with two-level summation. For any number of ranks an
- *            element of an f32 o is within 2^-23 (1 + scale |q| |k| + sqrt(keys) / 8) max |V| of
- *            double precision. |q| and |k| are Euclidean norms. keys is how many keys the row
- *            sees; |k| and |V| are the largest of them. What ALiBi and bias add to a score counts
- *            like scale |q| |k|. On unit-normal data of up to 128 dims every row measured was
- *            within 3e-6, and all but 1 in 100,000 within 2e-6. Gradients are summed likewise.
+ *   Numbers  Scores, softmax and sums are f32 with two-level summation. On unit-normal data of up
+ *            to 128 dims every row measured was within 3e-6 of double precision, and all but 1 in
+ *            100,000 within 2e-6. For every input and any number of ranks an element of an f32 o
+ *            is off by at most
+ *                2^-24 (D S + 2 min(keys, 64) + 3 blocks + 48) max |V|
+ *              D        24 + min(Dk, max(136, Dk / 4))
+ *              S        of the keys that a row sees, the largest sum over Dk of scale |q k|, plus
+ *                       what ALiBi and bias add to the score in magnitude
+ *              blocks   in how many blocks of 64 these keys are
+ *            MATH has the proof, and what follows for gradients. Each merge of partial results, by
+ *            ra_merge, in a sharded cache or of an engine, adds 2 S + 2 ln(keys) + 8 inside the
+ *            parentheses. Scores up to 2e38 in magnitude are computed, with bf16 arithmetic if q k
+ *            without the scale is below 3e38 too. Larger ones may hide the key or make the row NaN.
  *            With bf16 arithmetic (see RA_ISA_*) the softmax weights are rounded to bf16, in the
- *            numerator and in the denominator; the backward pass also rounds dO and the score
+ *            numerator and in the denominator, which adds 0.004 max |V|. Sums are then single
+ *            chains: both minima become Dk and keys. The backward pass also rounds dO and the score
  *            gradients. With integer arithmetic (decoding q8_0, see RA_ISA_*) q is off by at most
  *            2^-16 of its row's largest magnitude, and a weight times the scale of a block of V by
  *            2^-16 of the largest of 16 keys. (q8_0 is itself off by 1/254 of a block's largest.)
@@ -549,9 +557,8 @@ typedef struct ra_desc {
                                         * Queries stay at q_offset: see ra_positions to decode */
     ra_mask mask;
     float scale;                       /* factor of the scores, 1e-20 to 1e20; 0: 1/sqrt(Dk) */
-    float softcap;                     /* 1e-20 to 1e20: a scaled score s becomes
-                                        * softcap * tanh(s / softcap); 0: off. ALiBi and bias are
-                                        * added after that */
+    float softcap;                     /* 1e-20 to 1e20: a scaled score s becomes softcap * tanh(s /
+                                        * softcap); 0: off. ALiBi and bias are added after that */
     int32_t form;                      /* RA_FORM_*; not for plans, ra_fold and gradients */
     /* Ranks */
     int32_t ranks, rank;               /* ranks: up to 4096; 0: 1. rank is local */
@@ -642,8 +649,7 @@ typedef struct ra_tensors {
                                         * sinks. {0}: not wanted */
     ra_positions q_pos, k_pos;         /* usually {0} */
     ra_pages pages;                    /* with d.page_tokens: where the rows of K and V are */
-    const float *alibi;                /* [Hq] slope: score - slope * |p - key position|; at most
-                                        * 1e28 in magnitude */
+    const float *alibi;                /* [Hq] slope, to 1e28: score - slope |p - key position| */
     const float *sinks;                /* [Hq] one logit per head, added once per row to the
                                         * denominator as exp(sink): not scaled, capped or dropped.
                                         * alibi, sinks and seed must be equal on all ranks */
@@ -721,8 +727,8 @@ RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src,
  * 1/sqrt(head_dim). One thread, no allocation, at most 240 KiB of stack (80 KiB if seq_q * n_heads
  * / n_kv_heads is at most 8), twice that without optimisation. A refusal is a status alone.
  * RA_E_RANGE: a count or q_offset is negative, heads or head_dim are below 1, head_dim is above
- * 256, positions reach RA_MAX_POSITION, or scale is not in the range of ra_desc. RA_E_SHAPE: n_heads
- * is not a multiple of n_kv_heads. RA_E_NULL: a pointer to rows is null. */
+ * 256, positions reach RA_MAX_POSITION, or scale is not 0 and not in 1e-20..1e20. RA_E_SHAPE:
+ * n_heads is not a multiple of n_kv_heads. RA_E_NULL: a pointer to rows is null. */
 RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const float *k,
                                            const float *v, int seq_q, int seq_k, int n_heads,
                                            int n_kv_heads, int head_dim, float scale, int window,
@@ -2558,6 +2564,57 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
                            int32_t dim) {
     ra__merge_plain(o, lse, 1, o2, lse2, rows, dim);
 }
+
+/* ---- how far o is from double precision at most (Promises, Numbers)
+ *
+ * Of one row and one column: s_j are the exact scores of the keys that the row sees, p_j their
+ * weights, o = sum p_j v_j with |v_j| <= V. u = 2^-24: an operation in f32 gives its exact result
+ * times 1 + e, |e| <= u. Products of such errors are left out; the constants have room for them.
+ *
+ * Errors that a weight has in the numerator and in the denominator alike turn p_j into
+ * p_j exp(e_j) / sum p_i exp(e_i). If |e_j| <= E, then o moves by at most E V: along t e_j, for t
+ * from 0 to 1, do/dt is the covariance of e and v under the weights at t. If each term of the
+ * numerator is rounded n times on its own and each of the denominator n' times, o moves by at most
+ * (n + n') u V, because sum p_j |v_j| <= V and |o| <= V. The factor 1 / l and the product with it
+ * are two roundings more. So the error is at most V (E + (n + n' + 2) u).
+ *
+ * E, scores. A product q k is rounded by
+ *   3                      the default scale, its product with log2(e), and that with q
+ *   1                      SCALAR: the product itself, which is not fused
+ *   min(Dk, 128) + Dk/128  the chains of ra__multiply_long and the sums of pieces, or
+ *   Dk / w + 2 + log2(w)   decoding: chains of vectors of w >= 4 lanes, and the sum of the lanes
+ *   2                      sums with ALiBi and bias, whose own products are rounded three times
+ *   7                      a softcap: s / cap 2, tanh 2, factors 3; its derivative is at most 1
+ *   4                      s - m: 2, as |s - m| <= 2 S log2(e); and 2 for all changes of m on the
+ *                          way of a weight: m only rises, so they add up to at most 2 S log2(e)
+ * which together are at most D = 24 + min(Dk, max(136, Dk / 4)). The exponent is off by D u times
+ * S log2(e) to base 2, so E has D S u.
+ * E, powers. 2^x is off by less than 2 u: once for the weight, and once each time that the sums are
+ * rescaled. In a panel m rises by 24 or more, when l passes 2^32. A weight that was rescaled once
+ * belongs to at most 2^8 of the next 2^32, so a second time does not count. In decoding m rises by
+ * more than 16, when weights are at most 2^16. After r times what was there is at most
+ * keys 2^(16 - 16 r) of the sum, below u from r = 5 on. Parts of 16 blocks or more are merged once
+ * each. E has u (2 + 2 * 5 + 2 (blocks / 16 + 1)).
+ * n and n'. In a block a term is rounded min(keys, 64) times (SCALAR rounds the product of p and V,
+ * and the first sum is exact), then once per block; by products with factors of rescaling 5 times;
+ * by merges of parts 2 (blocks / 16 + 1) times.
+ *   (n + n' + 2) u + E <= u (D S + 2 min(keys, 64) + 3 blocks + 48)
+ *
+ * A merge of parts (o, lse) rounds the LSE, whose magnitude is at most S + ln(keys), on both sides
+ * and o twice; so does the end of a part. A merge of states takes less.
+ *
+ * bf16 arithmetic. A weight is off by 2^-8 because it is rounded and by 7.5e-5 by its polynomial.
+ * These go into E, because l sums the rounded weights. Sums over dims and keys are single chains.
+ *
+ * The LSE is off by at most as much as o with V = 1, plus u |LSE|.
+ *
+ * Gradients. Let W be sum |dO| max |V| over Dv, and e the error of o, for V = 1. Then |dP| <= W and
+ * |delta| <= W, off by D' u W and (D' u + e) W, with D' as D for Dv. The weight P of backward
+ * is off by D S u + e (the LSE) + 4 u (S + ln(keys)), relative to P. So dS = P (dP - delta) is off
+ * by at most P W (6 e + 2 D' u). A gradient of a bias is a sum of dS; dQ, dK and dV are sums of
+ * products with P or dS. A term is rounded at most 64 times in a tile of 64 rows and keys, and once
+ * more for each tile that is added, each time by u times the sum of magnitudes. Ranks sum their own
+ * tiles. */
 
 /* ========================================================================== KERNEL
  * Folds one block of at most 64 keys into one panel of at most 64 query rows. The text is the same
@@ -10533,7 +10590,9 @@ static ra_status ra__check_rates(const ra_rates *r, ra_error *e) {
 /* A scale or a softcap. Kernels multiply by it, by log2(e) times it and by its reciprocal. In this
  * range these are normal numbers, and scores that are lost because a product with them is subnormal
  * are below 1e-17. */
-RA__INLINE int ra__factor_valid(float x) { return x == 0.0f || (x >= 1e-20f && x <= 1e20f); }
+RA__INLINE int ra__factor_valid(float x) {
+    return x == 0.0f || (x >= 1e-20f && x <= 1e20f);
+}
 
 static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
     ra__checks x = { e, RA_OK };

@@ -6,15 +6,15 @@
 #   mutants.sh WORK [JOBS]             JOBS at a time
 #
 # The programs are compiled once, with all mistakes in them (tests/plant.py): MUTANT=n chooses one.
-# The scalar build is used, because it is compiled fastest. Only "batches" needs kernels that fold
-# several blocks at once, and "near" those with decode_near: without them their mistakes are left
-# out.
+# The scalar build is used, because it is compiled fastest. Only "numbers" has all kernels, so that
+# "scores" can need those of bf16; "batches" needs kernels that fold several blocks at once, "near"
+# those with decode_near. Without them their mistakes are left out.
 
 cd "$(dirname "$0")/.." || exit 1
 list=${LIST:-tests/mutants.txt}
-batches= near=
+batches= near= scores=
 if grep -qs avx512_bf16 /proc/cpuinfo; then
-    batches=batches
+    batches=batches scores=scores
     grep -qs '^cpu family.*: 25$' /proc/cpuinfo || near=near     # Zen 4 does not use decode_near
 fi
 
@@ -29,6 +29,7 @@ build() {
         cache | forward) $cc -o "$work/$1" "tests/test_$1.c" -lm ;;
         near) $native -o "$work/near" tests/test_forward.c -lm ;;
         rows) $cc -o "$work/rows" tests/test_bits.c -lm ;;
+        numbers) $native -o "$work/numbers" tests/test_numbers.c tests/hooks.c -lm ;;
         batches) $native -o "$work/batches" tests/test_resume.c tests/hooks.c -lm ;;
         world)
             $cc -o "$work/world" tests/conformance/test_conformance.c tests/lang_impl.c -lm ;;
@@ -53,6 +54,8 @@ try() {
         cells) timeout 90 "$work/forward" attention_at --first ;;
         near) timeout 90 "$work/near" modified_decode --first ;;
         resume) timeout 120 "$work/resume" --first ;;
+        numbers) timeout 90 "$work/numbers" --first ;;
+        scores) timeout 90 "$work/numbers" scores_of_any_size --first ;;
         failure) timeout 60 "$work/failure" default_watchdog --first ;;
         ends) timeout 60 "$work/failure" world --first ;;
         batches) timeout 120 "$work/batches" lent_batches --first ;;
@@ -93,7 +96,8 @@ python3 tests/plant.py "$list" ringattn.h > "$work/ringattn.h" 2> "$work/unplant
     cat "$work/unplanted"
     exit 1
 }
-for programs in 'hooks world rows cache forward' "sim resume failure schedule $batches $near"; do
+native="numbers $batches $near"
+for programs in 'hooks world rows cache forward' "sim resume failure schedule $native"; do
     echo $programs | xargs -n 1 -P "$jobs" sh tests/mutants.sh --build "$work"
 done
 if [ -s "$work/broken" ]; then
@@ -105,10 +109,11 @@ fi
 
 # Arguments for xargs: number, name and tests of each mistake; 0 is the header as it is.
 right="sim resume failure ends rows schedule world cache forward cells silence differences"
-right="$right caches apart lanes pages $batches $near"
+right="$right caches apart lanes pages numbers $scores $batches $near"
 left=                                  # names of those left out, each with a space
 [ "$batches" ] || left='batches '
 [ "$near" ] || left="${left}near "
+[ "$scores" ] || left="${left}scores "
 awk -F ' [|] ' -v list="$right" -v left="$left" 'BEGIN { split(list, right, " ")
         for (i = 1; i in right; i++) print "0\nright_" right[i] "\n" right[i] }
     /^#/ || !NF { next }

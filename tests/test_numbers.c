@@ -333,9 +333,325 @@ TEST(slopes) {
     }
 }
 
+/* -------------------------------------------------------------------------- worst cases
+ * What the header promises for every input, with max |V| 1 (Promises, Numbers). */
+static double promise(const call *c, const row_truth *x) {
+    const double n = (double)c->d.kv_tokens, dims = c->d.k_dim;
+    const int bf16 = c->d.k_dtype == RA_BF16 && c->d.isa >= RA_ISA_AVX512_BF16 &&
+                     c->d.isa <= RA_ISA_AMX;
+    const double d = 24 + (bf16 ? dims : fmin(dims, fmax(136, dims / 4)));
+    const double sums = 2 * (bf16 ? n : fmin(n, 64)) + 3 * ceil(n / 64) + 48;
+    return ldexp(d * x->size + sums, -24) + (bf16 ? 0.004 : 0);
+}
+
+/* The largest error of o and of the LSE, in units of the promise. */
+static double call_part(const call *c) {
+    static row_truth x;
+    double worst = 0;
+    for (int32_t i = 0; i < c->d.tokens; i++) {
+        double most = 0, far;
+        call_row(c, i, &x);
+        for (int32_t n = 0; n < c->d.kv_tokens * c->d.v_dim; n++)
+            most = fmax(most, fabs((double)c->v[n]));
+        for (int32_t e = 0; e < c->d.v_dim; e++) {
+            double o = 0;
+            for (int32_t j = 0; j < c->d.kv_tokens; j++)
+                o += x.p[j] * (double)c->v[j * c->d.v_dim + e];
+            far = h_distance((double)c->o[i * c->d.v_dim + e], o, promise(c, &x) * most);
+            worst = fmax(worst, far);
+        }
+        far = h_distance((double)c->lse[i], x.lse, promise(c, &x) + ldexp(fabs(x.lse), -24));
+        worst = fmax(worst, far);
+    }
+    return worst;
+}
+
+static double part_of(call *c) {
+    double part = 1e300;
+    if (CHECK_EQ(call_run(c), RA_OK)) CHECK((part = call_part(c)) <= 1);
+    return part;
+}
+
+/* A multiply-add as kernels have it: SCALAR rounds the product too. */
+static float multiply_add(int32_t isa, float a, float b, float c) {
+    volatile float product = a * b;
+    return isa == RA_ISA_SCALAR ? product + c : fmaf(a, b, c);
+}
+
+/* The lanes in which the decoding form sums over dims. */
+static int lanes_of(int32_t isa) {
+    return isa == RA_ISA_AVX512 ? 16 : isa == RA_ISA_AVX2 ? 8 : 4;
+}
+
+/* The key whose dot product with row 0 is rounded most in the direction of `sign`: each element
+ * is the one of 64 numbers just above 1 whose product is. lanes 0: prefill. */
+static void worst_key(const call *c, float *k, int lanes, double sign) {
+    const float factor = (float)((double)c->d.scale * 1.4426950408889634074);
+    const float q = c->q[0] * factor;
+    float sum[16] = { 0 };
+    for (int32_t e = 0; e < c->d.k_dim; e++) {
+        float *to = &sum[lanes ? e % lanes : 0], best = 0;
+        double most = -HUGE_VAL;
+        if (!lanes && e % 128 == 0) *to = 0;
+        for (int t = 0; t < 64; t++) {
+            const float x = 1 + (float)ldexp(t, -23), y = multiply_add(c->d.isa, x, q, *to);
+            const double off = sign * ((double)y - ((double)*to + (double)x * (double)q));
+            if (off <= most) continue;
+            most = off;
+            k[e] = x;
+            best = y;
+        }
+        *to = best;
+    }
+}
+
+static const int32_t forms[3] = { 20, 4, 1 };          /* rows: prefill, decoding */
+
+/* Parallel q and k: partial sums grow from dim to dim. All roundings of a dot product go up for one
+ * key and down for the other, whose values are opposite. */
+TEST(parallel_vectors) {
+    static const int32_t dims[6] = { 1, 64, 127, 128, 129, 576 };
+    for (int64_t i = 0; i < 6 * 3 * 6; i++) {
+        int64_t left = i;
+        const int32_t isa = isas[h_pick(&left, 6)], rows = forms[h_pick(&left, 3)];
+        const int32_t dim = dims[left];
+        double part = 0;
+        if (!ra_isa_available(isa) || !h_case(i)) continue;
+        for (int turn = 0; turn < 4; turn++) {
+            call c;
+            call_begin(&c, rows, 2, dim, 1);
+            c.d.isa = isa;
+            if (turn == 3) c.d.q_dtype = c.d.k_dtype = c.d.v_dtype = RA_BF16;
+            c.d.scale = 1 / sqrtf((float)dim);
+            for (int32_t e = 0; e < rows * dim; e++)
+                c.q[e] = turn == 1 ? 63.99f : turn == 2 ? 50.1f : 64;
+            for (int j = 0; j < 2; j++)
+                worst_key(&c, c.k + j * dim, rows > 16 ? 0 : lanes_of(isa), j ? -1 : 1);
+            c.v[0] = 1;
+            c.v[1] = -1;
+            h_context("%s dims %d rows %d turn %d", ra_isa_name(isa), (int)dim, (int)rows, turn);
+            part = fmax(part, part_of(&c));
+            call_end(&c);
+        }
+        /* The construction comes near the promise. */
+        if (rows > 16 && dim > 100) CHECK(part > 0.25);
+        if (h_run.verbose) printf("%s: %.2f of the promise\n", h_run.context, part);
+    }
+}
+
+/* Equal weights. Values are those of 64 numbers below 2 with which the sum of a block is rounded up
+ * most. shape 0: all positive; 1: the second half of the keys is negative, and the sums cancel; 2:
+ * every other block is. */
+TEST(equal_keys) {
+    static const int32_t keys[7] = { 1, 2, 63, 64, 65, 1000, 4096 };
+    for (int64_t i = 0; i < 6 * 3 * 7 * 3; i++) {
+        int64_t left = i;
+        const int32_t isa = isas[h_pick(&left, 6)], rows = forms[h_pick(&left, 3)];
+        const int32_t shape = h_pick(&left, 3), n = keys[left];
+        float sum = 0, v = 0;
+        double part;
+        call c;
+        if (!ra_isa_available(isa) || !h_case(i)) continue;
+        call_begin(&c, rows, n, 1, 1);
+        c.d.isa = isa;
+        for (int32_t j = 0; j < n; j++) {
+            const int down = shape == 0 ? 0 : shape == 1 ? j >= n / 2 : j / 64 % 2;
+            double most = -HUGE_VAL;
+            float next = 0;
+            if (j % 64 == 0) sum = 0;
+            for (int t = 1; t <= 64; t++) {
+                const float x = (down ? -1 : 1) * (2 - (float)ldexp(t, -23)), y = sum + x;
+                const double off = (double)y - ((double)sum + (double)x);
+                if (off <= most) continue;
+                most = off;
+                v = x;
+                next = y;
+            }
+            c.v[j] = v;
+            sum = next;
+        }
+        h_context("%s keys %d rows %d shape %d", ra_isa_name(isa), (int)n, (int)rows, (int)shape);
+        part = part_of(&c);
+        if (n == 64 && shape == 0) CHECK(part > 0.05);
+        if (h_run.verbose) printf("%s: %.2f of the promise\n", h_run.context, part);
+        call_end(&c);
+    }
+}
+
+/* Scores that rise, from key to key or from block to block, so that maxima rise as often as they
+ * can and sums are rescaled each time; also falling ones, and scores around a base. */
+TEST(rising_scores) {
+    static const double rise[10] = { 0.1, 1.7, 7.3, 15.9, 16.1, 23.9, 24.3, 26.1, 31.9, 60.7 };
+    double all = 0;
+    for (int64_t i = 0; i < 6 * 3 * 10 * 4; i++) {
+        int64_t left = i;
+        const int32_t isa = isas[h_pick(&left, 6)], rows = forms[h_pick(&left, 3)];
+        const int32_t shape = h_pick(&left, 4);
+        if (!ra_isa_available(isa) || !h_case(i)) continue;
+        for (int turn = 0; turn < 8; turn++) {
+            const int32_t n = turn & 1 ? 320 : 1000, unit = turn & 2 ? 64 : shape == 3 ? 8 : 16;
+            h_rng r = h_case_rng(i * 8 + turn);
+            double part;
+            call c;
+            call_begin(&c, rows, n, 1, 3);
+            c.d.isa = isa;
+            c.d.scale = 0.693147182f;
+            for (int32_t e = 0; e < rows; e++) c.q[e] = 1;
+            for (int32_t j = 0; j < n; j++) {
+                const int32_t at = shape == 1 ? n - 1 - j : j;
+                const double x = rise[left] * (at / unit) * (turn & 2 ? 1 : unit / 64.0);
+                c.k[j] = (float)(shape == 2 ? x - rise[left] * n / 128 : x) + h_normal(&r) / 8;
+                c.v[3 * j] = 1.9856758f;
+                c.v[3 * j + 1] = j / unit % 2 ? 1 : -1;
+                c.v[3 * j + 2] = h_normal(&r);
+            }
+            h_context("%s rise %g rows %d shape %d turn %d", ra_isa_name(isa), rise[left],
+                      (int)rows, (int)shape, turn);
+            part = part_of(&c);
+            all = fmax(all, part);
+            call_end(&c);
+        }
+    }
+    if (h_run.verbose) printf("at most %.2f of the promise\n", all);
+}
+
+/* The keys in parts, which are merged one after the other: as normalised results or as states. A
+ * merge adds to the promise. */
+static void merge_parts(call *c, int parts, int states) {
+    const int32_t n = (int32_t)c->d.kv_tokens, dim = c->d.v_dim, rows = (int32_t)c->d.tokens;
+    const int32_t each = n / parts;
+    float *m = numbers(4 * rows), *acc = numbers(2 * rows * dim), *o = numbers(rows * dim);
+    const ra_state into = { m, m + rows, acc }, from = { m + 2 * rows, m + 3 * rows,
+                                                         acc + rows * dim };
+    for (int i = 0; i < parts; i++) {
+        call part = *c;
+        part.d.kv_tokens = i == parts - 1 ? n - each * i : each;
+        part.t.k.data = c->k + each * i * c->d.k_dim;
+        part.t.v.data = c->v + each * i * dim;
+        part.t.q.data = c->q;
+        part.t.o.data = i ? o : c->o;
+        part.t.lse.data = i ? m : c->lse;
+        if (states) {
+            const size_t bytes = ra_attention_bytes(&part.d, 1);
+            void *room = malloc(bytes + 1);
+            CHECK_EQ(ra_state_clear(&part.d, i ? &from : &into), RA_OK);
+            CHECK_EQ(ra_fold(&part.d, i ? &from : &into, &part.t, room, bytes), RA_OK);
+            if (i) CHECK_EQ(ra_state_merge(&part.d, &into, &from), RA_OK);
+            if (i == parts - 1) {
+                part.t.o.data = c->o;
+                part.t.lse.data = c->lse;
+                CHECK_EQ(ra_state_finish(&part.d, &into, &part.t), RA_OK);
+            }
+            free(room);
+            continue;
+        }
+        CHECK_EQ(ra_attention(&part.d, &part.t, NULL, 0, 0, 1), RA_OK);
+        if (i) ra_merge(c->o, c->lse, o, m, rows, dim);
+    }
+    free(m);
+    free(acc);
+    free(o);
+}
+
+TEST(merged_parts) {
+    static const double rise[4] = { 0, 0.3, 3, 20 };
+    double all = 0;
+    for (int64_t i = 0; i < 6 * 2 * 3 * 4; i++) {
+        int64_t left = i;
+        const int32_t isa = isas[h_pick(&left, 6)], states = h_pick(&left, 2);
+        const int32_t rows = forms[h_pick(&left, 3)], parts = 60, n = 960;
+        static row_truth x;
+        h_rng r = h_case_rng(i);
+        double part, more;
+        call c;
+        if (!ra_isa_available(isa) || !h_case(i)) continue;
+        call_begin(&c, rows, n, 64, 2);
+        c.d.isa = isa;
+        c.d.scale = 0.125f;
+        for (int32_t e = 0; e < rows * 64; e++) c.q[e] = 1;
+        for (int32_t j = 0; j < n; j++) {
+            for (int e = 0; e < 64; e++)
+                c.k[64 * j + e] = (float)(rise[left] * (j / 16) / 8) + h_normal(&r) / 64;
+            c.v[2 * j] = 1.9856758f;
+            c.v[2 * j + 1] = j / 16 % 2 ? 1 : -1;
+        }
+        h_context("%s rise %g rows %d states %d", ra_isa_name(isa), rise[left], (int)rows,
+                  (int)states);
+        merge_parts(&c, parts, states);
+        part = call_part(&c);
+        call_row(&c, 0, &x);
+        more = ldexp(parts * (2 * x.size + 2 * log(n) + 8), -24);
+        CHECK(part * promise(&c, &x) <= promise(&c, &x) + more);
+        all = fmax(all, part * promise(&c, &x) / (promise(&c, &x) + more));
+        call_end(&c);
+    }
+    if (h_run.verbose) printf("at most %.2f of the promise\n", all);
+}
+
+/* dO of rows, about 2, whose halves are rounded up most when they are added up: in tiles of 64 rows
+ * (tiles 1), or in one chain. */
+static void worst_sums(float *g, int32_t rows, int tiles) {
+    float sum = 0;
+    for (int32_t r = 0; r < rows; r++) {
+        double most = -HUGE_VAL;
+        float next = 0, step;
+        if (tiles && r % 64 == 0) sum = 0;
+        step = nextafterf(sum + 1, HUGE_VALF) - (sum + 1);
+        for (int t = 0; t < 64; t++) {
+            const float x = 1 - step * (float)t / 64, y = sum + x;
+            const double off = (double)y - ((double)sum + (double)x);
+            if (off <= most) continue;
+            most = off;
+            g[r] = 2 * x;
+            next = y;
+        }
+        sum = next;
+    }
+}
+
+/* The gradient of a bias that all rows share: two keys with equal weights, so the gradient of a
+ * score is dO / 2. */
+TEST(bias_of_all_rows) {
+    for (int64_t i = 0; i < 6 * 2 * 4; i++) {
+        int64_t left = i;
+        const int32_t isa = isas[h_pick(&left, 6)], tiles = h_pick(&left, 2);
+        const int32_t rows = left == 0 ? 64 : left == 1 ? 65 : left == 2 ? 1000 : 3000;
+        float bias[2] = { 0, 0 }, grad[2] = { 0, 0 };
+        double want = 0, tol;
+        static row_truth x;
+        call c;
+        if (!ra_isa_available(isa) || !h_case(i)) continue;
+        call_begin(&c, rows, 2, 8, 1);
+        c.d.isa = isa;
+        c.d.scores = RA_SCORE_BIAS;
+        c.t.bias.data = bias;
+        c.t.d_bias.data = grad;
+        c.t.bias.key_step = c.t.d_bias.key_step = 4;
+        c.t.bias.keys = c.t.d_bias.keys = 2;
+        c.g = numbers(rows);
+        c.dq = numbers(rows * 8);
+        c.dk = numbers(16);
+        c.dv = numbers(2);
+        c.v[0] = 1;
+        c.v[1] = -1;
+        worst_sums(c.g, rows, tiles);
+        for (int32_t r = 0; r < rows; r++) want += (double)c.g[r] / 2;
+        h_context("%s rows %d tiles %d", ra_isa_name(isa), (int)rows, (int)tiles);
+        CHECK_EQ(call_run(&c), RA_OK);
+        call_row(&c, 0, &x);
+        tol = want * (6 * promise(&c, &x) + ldexp(25, -23) + ldexp(64 + ceil(rows / 64.0), -24));
+        CHECK(fabs((double)grad[0] - want) <= tol);
+        CHECK(fabs((double)grad[1] + want) <= tol);
+        if (h_run.verbose)
+            printf("%s: %.2f of the promise\n", h_run.context, fabs((double)grad[0] - want) / tol);
+        call_end(&c);
+    }
+}
+
 static const h_test tests[] = {
     ENTRY(scores_of_any_size), ENTRY(scales_and_softcaps),
-    ENTRY(scales_and_softcaps_out_of_range), ENTRY(slopes)
+    ENTRY(scales_and_softcaps_out_of_range), ENTRY(slopes), ENTRY(parallel_vectors),
+    ENTRY(equal_keys), ENTRY(rising_scores), ENTRY(merged_parts), ENTRY(bias_of_all_rows)
 };
 
 int main(int argc, char **argv) {
