@@ -210,6 +210,44 @@ TEST(error_of_rounding) {
     }
 }
 
+/* Scores whose rounding is far more than 1: rows with one key, with few and with many, over blocks
+ * and ranks. All values of a column are equal, and so is o. */
+TEST(huge_scores) {
+    static const float sizes[4] = { 3e7f, 1e10f, -1e10f, 1e30f };
+    if (machine_lacks()) return;
+    for (int64_t i = 0; i < 48; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        outcome got;
+        int64_t left = i, k, wrong = 0;
+        const int32_t isa = isas[h_pick(&left, 2)], ranks = 1 + h_pick(&left, 3);
+        const float size = sizes[h_pick(&left, 4)];
+        if (!h_case(i)) continue;
+        problem_shape(&p, 200, 1, 1, 16, 16);
+        p.mask.kind = left ? RA_MASK_CAUSAL : RA_MASK_NONE;
+        p.scale = 0.37f;
+        problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_F32);
+        problem_data(&p, &r);
+        for (k = 0; k < 200 * 16; k++) {
+            p.q[k] = dtype_round(size * (1 + (float)(k / 16) / 64), RA_BF16);
+            p.k[k] = dtype_round(1 + (float)h_range(&r, 0, 3) / 64, RA_BF16);
+            p.v[k] = 1 + (float)(k % 16) / 16;
+        }
+        setup_plain(&s, ranks, RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 2));
+        s.isa = isa;
+        s.chunk_tokens = 64;
+        describe_case(&p, &s);
+        got = world_run(&p, &s);
+        for (k = 0; k < 200 * 16 && got.status == RA_OK; k++)
+            wrong += !(fabsf(got.o[k] - p.v[k]) <= 0.01f) ||
+                     !(fabsf(got.lse[k / 16]) <= 1e35f && fabsf(got.lse[k / 16]) >= 1e7f);
+        if (outcome_whole(&got)) CHECK_EQ(wrong, 0);
+        outcome_free(&got);
+        problem_free(&p);
+    }
+}
+
 /* 2^32 is e^22.2. The second half of the cases has a bias, or ALiBi and a bias. */
 TEST(sums_past_the_limit) {
     static const float rises[4] = { 5, 16, 48, 200 };
@@ -324,7 +362,8 @@ TEST(same_bits) {
 
 static const h_test tests[] = {
     ENTRY(masks_and_layouts), ENTRY(one_nan), ENTRY(gradients), ENTRY(huge_bias),
-    ENTRY(error_of_rounding), ENTRY(sums_past_the_limit), ENTRY(decoding), ENTRY(same_bits)
+    ENTRY(error_of_rounding), ENTRY(huge_scores), ENTRY(sums_past_the_limit), ENTRY(decoding),
+    ENTRY(same_bits)
 };
 
 int main(int argc, char **argv) {
