@@ -110,17 +110,21 @@ static const double sizes[] = { 1e-40, 1e-30, 1e-20, 1e-10, 1e-3, 1, 30, 1e3, 1e
                                 1.7e7, 5e7, 3e8, 1e9, 1e10, 1e12, 1e15, 1e20, 1e27, 1e33, 1e37,
                                 1e38, 2.3e38 };
 
-/* Scores of about `size`: positive in even rows, and rising slightly from key to key. `split`: q
- * and k are equally large; otherwise k is about 1. */
-static void sized(call *c, double size, int split) {
-    const double root = split ? sqrt(size / c->d.k_dim) : 1;
+/* How q and k make a score of this size: k is about 1, or both are equally large, or k is about 1
+ * and only the last key has the sign of the row. */
+enum { SIZE_IN_Q, SIZE_IN_BOTH, SIZE_TURNS, SIZE_KINDS };
+
+/* Scores of about `size`: positive in even rows, and rising slightly from key to key. */
+static void sized(call *c, double size, int kind) {
+    const double root = kind == SIZE_IN_BOTH ? sqrt(size / c->d.k_dim) : 1;
     for (int32_t i = 0; i < c->d.tokens * c->d.k_dim; i++) {
         const int32_t row = i / c->d.k_dim;
         const double x = size / c->d.k_dim / root * (1 - row / 2 / 50.0);
         c->q[i] = (float)(row % 2 ? -x : x);
     }
     for (int32_t i = 0; i < c->d.kv_tokens * c->d.k_dim; i++)
-        c->k[i] = (float)(root * (1 - (double)(c->d.kv_tokens - 1 - i / c->d.k_dim) / 500));
+        c->k[i] = (float)(root * (1 - (double)(c->d.kv_tokens - 1 - i / c->d.k_dim) / 500)) *
+                  (kind == SIZE_TURNS && i / c->d.k_dim < c->d.kv_tokens - 1 ? -1 : 1);
     for (int32_t i = 0; i < c->d.kv_tokens * c->d.v_dim; i++)
         c->v[i] = 1 + (float)(i / c->d.v_dim % 7) / 8;
 }
@@ -162,10 +166,10 @@ static void sized_check(const call *c, double off) {
 
 static void sized_case(int32_t isa, int32_t dtype, int32_t tokens, int32_t keys, double size) {
     static const double off[5] = { 0, 4e-6, 4e-6, 6e-3, 6e-3 };
-    for (int split = 0; split < 2; split++) {
+    for (int kind = 0; kind < SIZE_KINDS; kind++) {
         call c;
         if (dtype == RA_F16 && size > 1e5) break;
-        if (dtype == RA_Q8_0 && split) break;
+        if (dtype == RA_Q8_0 && kind == SIZE_IN_BOTH) continue;
         call_begin(&c, tokens, keys, 32, 32);
         c.d.isa = isa;
         c.d.q_dtype = dtype == RA_Q8_0 ? RA_F32 : dtype;
@@ -178,7 +182,7 @@ static void sized_case(int32_t isa, int32_t dtype, int32_t tokens, int32_t keys,
             c.dv = numbers(keys * 32);
             for (int32_t i = 0; i < tokens * 32; i++) c.g[i] = 1 - (float)(i % 5) / 2;
         }
-        sized(&c, size, split);
+        sized(&c, size, kind);
         CHECK_EQ(call_run(&c), RA_OK);
         sized_check(&c, off[dtype]);
         call_end(&c);
