@@ -356,8 +356,8 @@ run_clang() {
 # Tests whose results a build without vector kernels can change.
 run_scalar() {
     step scalar make check config=scalar werror=1 SUITES= EXAMPLES= ARGS=--other \
-        TESTS='test_forward test_backward test_bits test_back_ring test_calls test_clients test_numbers
-               test_plan test_refuse test_sim test_steps'
+        TESTS='test_forward test_backward test_bits test_back_ring test_calls test_clients
+               test_numbers test_plan test_refuse test_sim test_steps'
 }
 
 run_asan() {

@@ -443,9 +443,9 @@ TEST(parallel_vectors) {
     }
 }
 
-/* n values, `step` apart, for keys with equal weights in each block: of 64 numbers just below 2 each
- * is the one with which the sum of the block is rounded up most. shape 0: all positive; 1: the second half of the
- * keys is negative, and the sums cancel; 2: every other block is. */
+/* n values, `step` apart, for keys with equal weights in each block. Each is the one of 64 numbers
+ * just below 2 with which the sum of the block is rounded up most. shape 0: all positive; 1: the
+ * second half of the keys is negative, and the sums cancel; 2: every other block is. */
 static void worst_values(float *v, int32_t n, int32_t step, int shape) {
     float sum = 0, next = 0;
     for (int32_t j = 0; j < n; j++, v += step, sum = next) {
