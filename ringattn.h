@@ -16545,7 +16545,7 @@ static void ra__plan_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     r->chunk_tokens = p->d.chunk_tokens;
     r->buffers = p->d.buffers;
     r->workspace_bytes = size.bytes;
-    r->shared_workspace_bytes = ra__ring_bytes(p, &n, 1, 64).bytes;
+    r->shared_workspace_bytes = ra__ring_bytes(p, &n, p->d.ranks > 1, 64).bytes;
     r->forward.state_bytes = size.state;
     r->backward.state_bytes = size.back_state;
 }

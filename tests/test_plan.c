@@ -922,6 +922,7 @@ TEST(workspace_to_the_byte) {
         random_setup(&s, &p, &r, &w);
         describe_case(&p, &s);
         d = rank_desc(&p, &s, (int)h_range(&r, 0, s.ranks - 1));
+        if (s.ranks == 1) d.train = 1;
         wd.ranks = s.ranks;
         s.wire = WIRE_POST;
         network = setup_network(&s);
@@ -929,8 +930,10 @@ TEST(workspace_to_the_byte) {
         CHECK_EQ(ra_world_create(&shared, &wd), RA_OK);
         CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
         if (!plan || ra_plan_query(plan, d.rank, &g) != RA_OK) continue;
-        for (int kind = 0; kind < 2 && s.ranks > 1; kind++) {
-            const ra_transport *by = kind ? ra_world_transport(shared, d.rank) : &t;
+        if (s.ranks == 1) CHECK_EQ(g.shared_workspace_bytes, g.workspace_bytes);
+        for (int kind = 0; kind < 2; kind++) {
+            const ra_transport *any = kind ? ra_world_transport(shared, d.rank) : &t;
+            const ra_transport *by = s.ranks > 1 ? any : NULL;
             size_t bytes = (size_t)(kind ? g.shared_workspace_bytes : g.workspace_bytes);
             uint8_t *raw = (uint8_t *)malloc(bytes + 64);
             ra_ring_desc rd = { 0 };
