@@ -759,7 +759,7 @@ RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
  * some of the nth threads did not make a call, zero the workspace before the next one. Forward and
  * backward may share a workspace of the larger size. With nth = 1 it may be null if k_dim + v_dim
  * is at most 512, or 256 if K or V is not f32. (Longer rows may be refused.) Such a call uses up to
- * 256 KiB of stack, or 384 in a program compiled without optimisation. */
+ * 256 KiB of stack (384 with pages), and 128 KiB more in a program without optimisation. */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
 
@@ -13569,6 +13569,7 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
  * block mathematics on a state of the caller. */
 
 enum { RA__STACK_BYTES = 192 * 1024, RA__STACK_DECODE = 32 * 1024 };
+enum { RA__STACK_PAGED = 320 * 1024 };         /* with 512 gathered floats of each of 64 keys */
 
 /* Sizes of workspaces. None is larger for fewer tokens, keys, sequences or threads, and all provide
  * for the forms that smaller calls take. So the workspace of the largest call serves all. */
@@ -13632,6 +13633,12 @@ RA__NOINLINE void ra__local_on_stack(const ra__local *c, int decode) {
     else ra__local_run(c, 1, (uint8_t *)at, ra__alone);
 }
 
+RA__NOINLINE void ra__local_paged_on_stack(const ra__local *c) {
+    uint8_t memory[RA__STACK_PAGED + 64];
+    uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
+    ra__local_run(c, 1, (uint8_t *)at, ra__alone);
+}
+
 /* Decodes on the stack with as many kv heads per task as fit. bytes: of one kv head. */
 RA__NOINLINE void ra__decode_on_stack(const ra__local *c, int64_t bytes) {
     uint8_t memory[RA__STACK_DECODE + 64];
@@ -13664,11 +13671,12 @@ static ra_status ra__local_call(const ra__local *c, void *workspace, size_t byte
                               "is null, but # threads need one: see ra_attention_bytes", who.nth);
         need = decode ? ra__decode_bytes_of(&c->d, 1, ra__four_rows(c))
                       : ra__scratch_bytes(&c->d, 1);
-        if (need > RA__STACK_BYTES)
+        if (need > (c->d.page_tokens && !decode ? RA__STACK_PAGED : RA__STACK_BYTES))
             return ra__refuse(e, RA_E_WORKSPACE, "k_dim",
                               "rows of # elements do not fit on the stack: give a workspace",
                               c->d.k_dim);
         if (decode && need <= RA__STACK_DECODE) ra__decode_on_stack(c, need);
+        else if (need > RA__STACK_BYTES) ra__local_paged_on_stack(c);
         else ra__local_on_stack(c, decode);
         return RA_OK;
     }

@@ -386,26 +386,76 @@ TEST(lse_without_keys) {
 }
 
 /* -------------------------------------------------------------------------- memory of a call */
-/* No workspace: 512 elements of K and V in f32, 256 if either has to be widened. */
+/* No workspace: 512 elements of K and V in f32, 256 if either has to be widened, also if blocks of
+ * keys have to be gathered out of pages. The bits are those of a call with a workspace. */
+enum { FIT_ROWS = 32, FIT_DIMS = 512 };
+typedef struct fit { ra_desc d; ra_tensors t; float *o; void *workspace; size_t bytes; } fit;
+
+static void fit_check(fit *x, int32_t k_dim, int32_t v_dim) {
+    const size_t size = (size_t)x->d.tokens * (size_t)x->d.q_heads * (size_t)v_dim * sizeof *x->o;
+    float *with = x->o + 2 * FIT_ROWS * FIT_DIMS;
+    x->d.k_dim = k_dim;
+    x->d.v_dim = v_dim;
+    x->t.o.data = x->o;
+    CHECK_EQ(ra_attention(&x->d, &x->t, NULL, 0, 0, 1), RA_OK);
+    x->t.o.data = with;
+    CHECK(ra_attention_bytes(&x->d, 1) <= x->bytes);
+    CHECK_EQ(ra_attention(&x->d, &x->t, x->workspace, x->bytes, 0, 1), RA_OK);
+    CHECK_BITS(x->o, with, size);
+    x->d.k_dim = x->d.v_dim = 2 * FIT_DIMS;
+    if (x->d.tokens > 1) CHECK_EQ(ra_attention(&x->d, &x->t, NULL, 0, 0, 1), RA_E_WORKSPACE);
+}
+
+static void fit_shapes(fit *x, int32_t dims) {
+    for (int i = 0; i < 3 * 2 * 2 * 3; i++) {
+        const int shape = i / 12;
+        x->d.q_heads = 1 + i % 2;      /* of one KV head: with 2 the call may be a short one */
+        x->d.scores = i / 2 % 2 ? RA_SCORE_BIAS : 0;
+        x->d.tokens = i / 4 % 3 == 0 ? 1 : i / 4 % 3 == 1 ? 17 : FIT_ROWS;
+        x->t.bias.data = x->d.scores ? x->t.k.data : NULL;
+        h_context("isa %d, dtypes %d %d, pages of %d, shape %d, %d tokens, heads %d, bias %d",
+                  x->d.isa, x->d.k_dtype, x->d.v_dtype, x->d.page_tokens, shape,
+                  (int)x->d.tokens, x->d.q_heads, x->d.scores);
+        fit_check(x, shape == 0 ? dims / 2 : shape == 1 ? dims - 32 : 32,
+                  shape == 0 ? dims / 2 : shape == 1 ? 32 : dims - 32);
+    }
+}
+
 TEST(rows_that_fit_the_stack) {
     static const int32_t dtypes[5][2] = { { RA_F32, RA_F32 }, { RA_F16, RA_F16 },
                                           { RA_Q8_0, RA_Q8_0 }, { RA_F32, RA_Q8_0 },
                                           { RA_BF16, RA_F32 } };
-    static uint8_t room[32 * 1024 * 4];
-    static float q[32 * 1024], o[32 * 1024];
-    for (int i = 0; i < 5; i++) for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) {
-        ra_desc d = ra_desc_make(1, 1, i ? 128 : 256, RA_F32, RA_MASK_CAUSAL);
-        ra_tensors t = { 0 };
+    static const int32_t table[2] = { 1, 0 };
+    static uint8_t room[2 * FIT_ROWS * 2 * FIT_DIMS * 4];
+    static float q[2 * FIT_ROWS * 2 * FIT_DIMS], o[2 * 2 * FIT_ROWS * 2 * FIT_DIMS];
+    block w = block_new(4 << 20, 0);
+    h_rng r = h_case_rng(0);
+    for (size_t i = 0; i < sizeof room; i++) room[i] = (uint8_t)h_range(&r, 0x38, 0x3c);
+    for (size_t i = 0; i < sizeof q / sizeof *q; i++) q[i] = h_normal(&r) / 16;
+    for (int i = 0; i < 5 * 3; i++) for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) {
+        fit x;
         if (!ra_isa_available(isa)) continue;
-        d.tokens = 32;
-        d.k_dtype = dtypes[i][0];
-        d.v_dtype = dtypes[i][1];
-        d.isa = isa;
-        t.q.data = q; t.k.data = t.v.data = room; t.o.data = o;
-        CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
-        d.k_dim = d.v_dim = 1024;
-        CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_E_WORKSPACE);
+        memset(&x, 0, sizeof x);
+        x.o = o;
+        x.workspace = w.at;
+        x.bytes = w.bytes;
+        x.d = ra_desc_make(1, 1, 32, RA_F32, RA_MASK_CAUSAL);
+        x.d.k_dtype = dtypes[i / 3][0];
+        x.d.v_dtype = dtypes[i / 3][1];
+        x.d.isa = isa;
+        x.d.page_tokens = i % 3 == 0 ? 0 : i % 3 == 1 ? 16 : 64;
+        x.d.kv_tokens = FIT_ROWS;
+        x.t.q.data = q;
+        x.t.k.data = x.t.v.data = room;
+        x.t.bias.keys = FIT_ROWS;
+        x.t.bias.key_step = 4;
+        if (x.d.page_tokens) {
+            x.t.pages.table = x.d.page_tokens == 16 ? table : table + 1;
+            x.t.pages.count = x.d.page_tokens == 16 ? 2 : 1;
+        }
+        fit_shapes(&x, i < 3 ? FIT_DIMS : FIT_DIMS / 2);
     }
+    free(w.raw);
 }
 
 /* A bias that hides all keys from one of two heads, whose q has a NaN. The bits of its row do not
