@@ -1119,8 +1119,8 @@ typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the
     size_t  workspace_bytes;           /* see ra_cache_workspace */
     ra_allocator allocator;
     int64_t watchdog_ns;               /* RA_E_PEER after this long without progress; 0: 60 s */
-    int64_t quiesce_ns;                /* how long ra_cache_destroy, and ra_infer where ranks use
-                                        * its tensors, may wait after a failure; 0: 30 s */
+    int64_t quiesce_ns;                /* as in ra_ring_desc; with RA_CAP_SHARED also of ra_infer */
+    int32_t checksums;                 /* AGREED. As in ra_ring_desc */
 } ra_cache_desc;
 
 /* d->tokens is the most new tokens of a sequence per call, d->kv_tokens the most positions of a
@@ -17984,33 +17984,35 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due, uint
 }
 
 /* CRC-32C, continued from `sum`. */
-static uint32_t ra__ring_crc(const ra_ring *r, uint32_t sum, const uint8_t *at, int64_t bytes) {
+static uint32_t ra__frame_crc(const ra__between *pause, uint32_t sum, const uint8_t *at,
+                              int64_t bytes) {
     for (int64_t n; bytes > 0; at += n, bytes -= n) {
         n = ra__min(bytes, RA__PIECE_BYTES);
         sum = ra__crc(sum, at, n);
-        ra__between_pieces(&r->pause);
+        ra__between_pieces(pause);
     }
     return sum;
 }
 
 /* Writes the checksums of a message into its frame: one of all `length` bytes, and one of the first
  * `least`, which travel farthest. */
-static void ra__frame_seal(const ra_ring *r, uint8_t *message, int64_t least, int64_t length) {
+static void ra__frame_seal(const ra__between *pause, uint8_t *message, int64_t least,
+                           int64_t length) {
     ra__frame f;
     memcpy(&f, message, sizeof f);
     f.sum[least == f.length] =
-        ra__ring_crc(r, 0, message + RA__FRAME_BYTES, least - RA__FRAME_BYTES);
-    if (least < length) f.sum[1] = ra__ring_crc(r, f.sum[0], message + least, length - least);
+        ra__frame_crc(pause, 0, message + RA__FRAME_BYTES, least - RA__FRAME_BYTES);
+    if (least < length) f.sum[1] = ra__frame_crc(pause, f.sum[0], message + least, length - least);
     f = ra__frame_sealed(f);
     memcpy(message, &f, sizeof f);
 }
 
 /* 1: what follows the frame of a message has the checksum that the frame says. */
-static int ra__frame_holds(const ra_ring *r, const uint8_t *message, int64_t length) {
+static int ra__frame_holds(const ra__between *pause, const uint8_t *message, int64_t length) {
     ra__frame f;
     memcpy(&f, message, sizeof f);
     return f.sum[length == f.length] ==
-           ra__ring_crc(r, 0, message + RA__FRAME_BYTES, length - RA__FRAME_BYTES);
+           ra__frame_crc(pause, 0, message + RA__FRAME_BYTES, length - RA__FRAME_BYTES);
 }
 
 /* Checks that the message of op, chunk c, begins with the frame that is due; otherwise the pass
@@ -18020,7 +18022,7 @@ static ra_status ra__ring_check(ra_ring *r, const ra_transport_op *op, const ra_
     ra_status s = ra__frame_check(op->buf, due, &r->differ);
     if (s == RA_OK) ra__store_i32(&r->met, 1);
     if (s == RA_OK && r->rd.checksums && !r->shared && op->len > RA__FRAME_BYTES &&
-        !ra__frame_holds(r, (const uint8_t *)op->buf, (int64_t)op->len)) {
+        !ra__frame_holds(&r->pause, (const uint8_t *)op->buf, (int64_t)op->len)) {
         ra__store_i32(&r->corrupt, 1);
         s = RA_E_PROTO;
     }
@@ -18370,8 +18372,8 @@ static int ra__ring_may_send(const ra_ring *r, int64_t i) {
 static void ra__ring_seal(const ra_ring *r, int64_t c, int32_t hop, uint8_t *message) {
     const int64_t length = ra__ring_length(r, c, hop);
     if (!r->rd.checksums || r->shared) return;
-    if (r->lists->backward) ra__frame_seal(r, message, length, length);
-    else ra__frame_seal(r, message,
+    if (r->lists->backward) ra__frame_seal(&r->pause, message, length, length);
+    else ra__frame_seal(&r->pause, message,
                         ra__ring_length(r, c, ra__chunk_hops(&r->lists->chunk[c], 0)), length);
 }
 
@@ -21647,6 +21649,7 @@ static int64_t ra__tile_rows(const ra_cache *c, int32_t panels) {
 }
 
 /* Fills in everything of a cache except its memory. */
+    ra__number(&x, "cache.checksums", cd->checksums, 0, 1);
 static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra_cache *c) {
     ra_error *e = d ? d->error : NULL;
     ra_desc plain;
@@ -21768,7 +21771,8 @@ static void ra__cache_agree(ra_cache *c, const ra_desc *d) {
     uint64_t *topic = c->agreed.topic;
     const int64_t lanes[] = { c->lanes, c->shared && !c->cd.lanes };
     const int64_t travel[] = { c->cd.queries, c->cd.travel };
-    const int64_t rest[] = { c->shared ? c->d.isa : ra__keys_limit(c), c->shared, c->d.form };
+    const int64_t rest[] = { c->shared ? c->d.isa : ra__keys_limit(c), c->shared, c->d.form,
+                             c->cd.checksums };
     ra__agree(d, &c->d, &c->agreed);
     topic[RA__AGREE_SIZES] = ra__hash_i64(topic[RA__AGREE_SIZES], c->most_rows);
     topic[RA__AGREE_LAYOUT] = ra__hash(topic[RA__AGREE_LAYOUT], lanes, sizeof lanes);
@@ -22627,20 +22631,30 @@ static ra__frame ra__cache_frame(const ra_cache *c, int32_t kind, int32_t origin
     return ra__frame_sealed(f);
 }
 
-/* Checks the frame of a message that has come. The first disagreement is named, by the bytes of
- * topics and, after those, of counts. */
+/* 1: a message of this length has a checksum. Where memory is shared none has. */
+static int ra__cache_sums(const ra_cache *c, int64_t length) {
+    return c->cd.checksums && !c->shared && length > RA__FRAME_BYTES;
+}
+
+/* Checks the frame of a message that has come, and its data. The first disagreement is named, by
+ * the bytes of topics and, after those, of counts. */
 static ra_status ra__cache_check_frame(ra_cache *c, const ra__swap *x) {
     static const char *const name[RA__AGREE_TOPICS + 2] = {
         "(kv_)tokens, dims or cache.new_tokens", "dtypes", "mask", "layout.weights or cache.lanes",
         "scale, softcap, scores, alibi or sinks", "cache.queries or cache.travel",
-        "form, isa, rates or transport", "cached or fresh", "an agreed field" };
+        "form, isa, rates, checksums, transport", "cached or fresh", "an agreed field" };
     const ra_transport_op *in = &x->side[RA__SWAP_IN].op;
     const ra__frame due = ra__cache_frame(c, x->kind, in->peer, (int64_t)in->len);
     uint64_t differ = 0;
     int topic = 0;
     ra__frame f;
     const ra_status s = ra__frame_check(in->buf, &due, &differ);
-    if (s == RA_OK) return s;
+    if (s == RA_OK && (!ra__cache_sums(c, (int64_t)in->len) ||
+                       ra__frame_holds(&pause, (const uint8_t *)in->buf, (int64_t)in->len)))
+        return s;
+    if (s == RA_OK)
+        return ra__cache_fail(c, RA_E_PROTO, "transport",
+                              "the checksum of a message of rank # is wrong", in->peer);
     if (s != RA_E_MISMATCH)
         return ra__cache_fail(c, s, "transport",
                               "a frame of rank # is damaged or not the one expected", in->peer);
@@ -22703,6 +22717,7 @@ static void ra__cache_pack_keys(ra_cache *c) {
     for (int32_t b = 0; b < d->sequences; b++)
         for (int32_t l = c->lane_first[c->rank]; l < c->lane_first[c->rank + 1]; l++) {
             const int64_t row = (l - c->lane_first[c->rank]) * c->lane_rows;
+    const ra__between pause = { NULL, NULL };
             const int64_t n = ra__lane_keys(c, l, ra__call_tokens(c, b));
             ra__cache_pack_lane(c, to, c->k, b, row, n, d->kv_heads, k);
             to += n * d->kv_heads * k;
@@ -22732,9 +22747,12 @@ static void ra__partial_copy(const ra_cache *c, ra__partial to, ra__partial from
     memcpy(to.o, from.o, (size_t)(n * c->d.v_dim) * sizeof(float));
     memcpy(to.lse, from.lse, (size_t)n * sizeof(float));
 }
+/* Puts the frame of a message before its data. */
 
 /* The partial results, or sums, in a message. */
+    const ra__between pause = { NULL, NULL };
 static ra__partials ra__partials_in(uint8_t *message, int64_t head_rows) {
+    if (ra__cache_sums(c, length)) ra__frame_seal(&pause, message, length, length);
     const ra__partials p = { (float *)(void *)(message + RA__FRAME_BYTES), head_rows };
     return p;
 }

@@ -1631,6 +1631,31 @@ TEST(refusals) {
 typedef struct narrow { const ra_transport *below; size_t most, longest; } narrow;
 typedef struct narrow_run { size_t most, longest[2]; int32_t heads; ra_status end[2]; } narrow_run;
 
+/* The first and the last of each range, and what is next to them. */
+TEST(refused_ranges) {
+    static float room[2][112 * 32], row[32];
+    script s = script_new(1, 1, 32, RA_F32, 100);
+    ra_cache_desc cd = { 0 };
+    ra_error why;
+    ra_cache *c = NULL;
+    ra_tensors t = { 0 };
+    for (cd.checksums = -1; cd.checksums < 4; cd.checksums += 3) {
+        CHECK_EQ(create(&s.d, &cd, &why), RA_E_RANGE);
+        CHECK(!strcmp(why.field, "cache.checksums"));
+    }
+    s.d.sequences = 2;
+    CHECK_EQ(ra_cache_create(&c, &s.d, NULL, NULL), RA_OK);
+    t.k.data = t.v.data = room;
+    for (int32_t b = -1; b <= 2; b++)
+        for (int64_t p = -1; p <= 100; p += p == 0 ? 99 : 1) {
+            const int inside = b >= 0 && b < 2 && p >= 0 && p < 100;
+            CHECK_EQ(ra_cache_store(c, &t, b, p, row, row), inside ? RA_OK : RA_E_RANGE);
+            CHECK_EQ(ra_cache_owner(c, p), p >= 0 && p < 100 ? 0 : -1);
+            CHECK_EQ(ra_cache_row(c, p), p >= 0 && p < 100 ? p : -1);
+        }
+    CHECK_EQ(ra_cache_destroy(c), RA_OK);
+}
+
 static int narrow_post(void *ctx, ra_transport_op *const *ops, int n) {
     narrow *x = (narrow *)ctx;
     for (int i = 0; i < n; i++) x->longest = ops[i]->len > x->longest ? ops[i]->len : x->longest;
@@ -1704,6 +1729,194 @@ TEST(refused_page_tokens) {
     script s = script_new(4, 2, 32, RA_F32, 300);
     ra_desc d = s.d;
     ra_error why = { 0 };
+/* A network that changes a byte of the data of message number `at` that comes to this rank. */
+typedef struct spoiler { ra_transport below; int at, come; } spoiler;
+typedef struct spoilt {
+    int32_t travel, queries, checksums, level_0;
+    int at, come;                      /* of rank 0; -1: nothing is changed; messages with data */
+    ra_status end[3];
+    ra_error why;
+    float o[3][64][4][32];
+} spoilt;
+
+static void spoil(spoiler *x, void *buf, size_t len) {
+    if (len > 64 && x->come++ == x->at) ((uint8_t *)buf)[64 + (len - 64) / 2] ^= 4;
+}
+static int spoil_post(void *ctx, ra_transport_op *const *ops, int n) {
+    spoiler *x = (spoiler *)ctx;
+    return x->below.post(x->below.ctx, ops, n);
+}
+static int spoil_poll(void *ctx, ra_transport_op *const *ops, int n) {
+    spoiler *x = (spoiler *)ctx;
+    const int code = x->below.poll(x->below.ctx, ops, n);
+    for (int i = 0; i < n; i++)
+        if (ops[i]->kind == RA_MSG_RECV && ops[i]->state == RA_MSG_DONE)
+            spoil(x, ops[i]->buf, ops[i]->len);
+    return code;
+}
+static int spoil_abort(void *ctx, int why) {
+    spoiler *x = (spoiler *)ctx;
+    return x->below.abort(x->below.ctx, why);
+}
+static int spoil_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
+                          size_t r_len, uint64_t tag, int64_t deadline_ns) {
+    spoiler *x = (spoiler *)ctx;
+    const int code = below_sendrecv(&x->below, to, s, s_len, from, r, r_len, tag, deadline_ns);
+    spoil(x, r, r_len);
+    return code;
+}
+
+static ra_status spoilt_rank(ra_world *world, int rank, void *user) {
+    spoilt *its = (spoilt *)user;
+    spoiler x = { *ra_world_transport(world, rank), rank ? -1 : its->at, 0 };
+    ra_transport net = x.below, zero = zero_transport(&net);
+    const int64_t cached = 40, fresh = 64;
+    script s = script_new(4, 2, 32, RA_F32, 104);
+    float *room = (float *)need(104 * 2 * 32 * 4), *q = (float *)need(64 * 4 * 32 * 4);
+    h_rng r = h_case_rng(0);
+    ra_cache *c = NULL;
+    ra_tensors t = { 0 };
+    for (int i = 0; i < 104 * 2 * 32; i++) room[i] = h_normal(&r);
+    for (int i = 0; i < 64 * 4 * 32; i++) q[i] = h_normal(&r);
+    t.q.data = q; t.o.data = its->o[rank]; t.k.data = t.v.data = room;
+    s.d.tokens = 64;
+    s.d.ranks = 3;
+    s.d.rank = rank;
+    s.cd.travel = its->travel;
+    s.cd.queries = its->queries;
+    s.cd.checksums = its->checksums;
+    net.caps &= ~(uint32_t)RA_CAP_SHARED;
+    net.ctx = zero.ctx = &x;
+    net.post = spoil_post;
+    net.poll = spoil_poll;
+    net.wait = NULL;
+    net.quiesce = NULL;
+    net.abort = spoil_abort;
+    zero.sendrecv = spoil_sendrecv;
+    its->end[rank] = ra_cache_create(&c, &s.d, its->level_0 ? &zero : &net, &s.cd);
+    if (!its->end[rank]) its->end[rank] = ra_infer(c, &t, &cached, &fresh, ra_deadline_ms(20000));
+    if (!rank) its->why = *ra_cache_error(c);
+    if (!rank) its->come = x.come;
+    ra_world_leave(world, rank, its->end[rank]);
+    (void)ra_cache_destroy(c);
+    free(room);
+    free(q);
+    return RA_OK;
+}
+
+/* Changed data of any message is found before it is used, and without checksums never. */
+TEST(checksums) {
+    static spoilt plain, x;
+    for (int i = 0; i < 16; i++) {
+        const int32_t travel = i % 4 ? RA_INFER_PASS_Q + i % 4 - 1 : RA_INFER_PASS_Q;
+        memset(&plain, 0, sizeof plain);
+        plain.travel = travel;
+        plain.queries = i % 4 ? RA_QUERIES_OWN : RA_QUERIES_ALL;
+        plain.level_0 = i / 4 % 2;
+        plain.at = -1;
+        CHECK_EQ(ra_world_run(3, spoilt_rank, &plain, NULL), RA_OK);
+        CHECK(plain.end[0] == RA_OK && plain.come >= 2);
+        for (int at = -1; at < plain.come; at++) {
+            memset(&x, 0, sizeof x);
+            x.travel = travel;
+            x.queries = plain.queries;
+            x.level_0 = plain.level_0;
+            x.checksums = i / 8;
+            x.at = at;
+            h_context("travel %d, queries %d, level_0 %d, checksums %d, message %d of %d",
+                      x.travel, x.queries, x.level_0, x.checksums, at, plain.come);
+            (void)ra_world_run(3, spoilt_rank, &x, NULL);
+            CHECK_EQ(x.end[0], at >= 0 && x.checksums ? RA_E_PROTO : RA_OK);
+            if (x.end[0])
+                CHECK(!strcmp(x.why.field, "transport") && strstr(x.why.text, "checksum") &&
+                      (strstr(x.why.text, "rank 1 ") || strstr(x.why.text, "rank 2 ")));
+            if (at >= 0) continue;
+            CHECK_EQ(x.end[1], RA_OK);
+            CHECK_EQ(x.end[2], RA_OK);
+            CHECK_EQ(x.come, plain.come);
+            CHECK_BITS(x.o, plain.o, sizeof x.o);
+        }
+    }
+}
+
+/* A network on which nothing ever comes. */
+static int silent_post(void *ctx, ra_transport_op *const *ops, int n) {
+    (void)ctx;
+    for (int i = 0; i < n; i++) if (ops[i]->state == RA_MSG_IDLE) ops[i]->state = RA_MSG_PENDING;
+    return RA_OK;
+}
+static int silent_poll(void *ctx, ra_transport_op *const *ops, int n) {
+    (void)ctx; (void)ops;
+    return n < 0;
+}
+static int silent_abort(void *ctx, int why) {
+    (void)ctx;
+    return why > 0;
+}
+static int silent_quiesce(void *ctx, int64_t deadline_ns) {
+    (void)ctx;
+    return deadline_ns < 0;
+}
+static int silent_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
+                           size_t r_len, uint64_t tag, int64_t deadline_ns) {
+    (void)ctx; (void)to; (void)s; (void)s_len; (void)from; (void)r; (void)r_len; (void)tag;
+    while (ra_now_ns() < deadline_ns) sched_yield();
+    return RA_E_TIMEOUT;
+}
+
+static ra_cache *silent_cache(int level_0, int64_t watchdog_ns, ra_tensors *t) {
+    static float room[2000 * 2 * 32], q[4 * 32], o[4 * 32];
+    script s = script_new(4, 2, 32, RA_F32, 2000);
+    ra_transport net = { 0 };
+    ra_cache *c = NULL;
+    net.size = sizeof net;
+    net.abi = RA_TRANSPORT_ABI;
+    if (level_0) net.sendrecv = silent_sendrecv;
+    else net.post = silent_post;
+    net.poll = silent_poll;
+    net.abort = silent_abort;
+    net.quiesce = silent_quiesce;
+    s.d.tokens = 1;
+    s.d.ranks = 2;
+    s.cd.queries = RA_QUERIES_ALL;
+    s.cd.travel = RA_INFER_PASS_Q;
+    s.cd.watchdog_ns = watchdog_ns;
+    t->q.data = q; t->o.data = o; t->k.data = t->v.data = room;
+    CHECK_EQ(ra_cache_create(&c, &s.d, &net, &s.cd), RA_OK);
+    return c;
+}
+
+/* A peer that is silent for as long as watchdog_ns says is RA_E_PEER; a deadline before that,
+ * RA_E_TIMEOUT. Time in which no thread called does not count. */
+TEST(watchdogs) {
+    const int64_t cached = 0, fresh = 1, watchdog = 30000000;
+    for (int i = 0; i < 6; i++) {
+        const int level_0 = i % 2, ends = i / 2 == 1, leaves = i / 2 == 2;
+        ra_tensors t = { 0 };
+        ra_cache *c = silent_cache(level_0, ends ? 100 * watchdog : watchdog, &t);
+        const int64_t begin = ra_now_ns();
+        int64_t since = begin;
+        ra_status s;
+        h_context("level_0 %d, deadline %d, no calls for a while %d", level_0, ends, leaves);
+        CHECK_EQ(ra_infer_begin(c, &t, &cached, &fresh, ends ? begin + watchdog : 0), RA_OK);
+        if (leaves && !level_0) {
+            while ((s = ra_infer_step(c, 0)) == RA_AGAIN) { }
+            CHECK_EQ(s, RA_WAIT);
+        }
+        if (leaves) {
+            while (ra_now_ns() < begin + 3 * watchdog) sched_yield();
+            since = ra_now_ns();
+        }
+        while ((s = ra_infer_step(c, 0)) > 0 && ra_now_ns() < begin + 400 * watchdog) { }
+        CHECK_EQ(s, ends ? RA_E_TIMEOUT : RA_E_PEER);
+        CHECK(ra_now_ns() - since >= watchdog);
+        CHECK(!strcmp(ra_cache_error(c)->field, "transport") &&
+              strstr(ra_cache_error(c)->text, ends ? "the deadline passed while this rank waited "
+                                                     "for rank 1" : "rank 1 is gone or silent"));
+        CHECK_EQ(ra_cache_destroy(c), RA_OK);
+    }
+}
+
     ra_plan *plan = NULL;
     d.error = &why;
     d.page_tokens = 24;
@@ -1937,11 +2150,11 @@ TEST(failures) {
 /* The last of three ranks differs from the others in one agreed value. */
 enum { APART_QUERIES, APART_FRESH, APART_CACHED, APART_MASK, APART_LANES, APART_DEFAULT_LANES,
        APART_TRAVEL, APART_NEW_TOKENS, APART_TOKENS, APART_DTYPE, APART_SCALE, APART_ALIBI,
-       APART_SINKS, APART_FORM, APART_RATES, APART_ISA, APART_MAX_MSG, APARTS };
+       APART_SINKS, APART_FORM, APART_RATES, APART_ISA, APART_MAX_MSG, APART_CHECKSUMS, APARTS };
 static const char *const apart_field[APARTS] = {
     "cache.queries", "cached or fresh", "cached or fresh", "mask", "cache.lanes", "cache.lanes",
     "cache.travel", "cache.new_tokens", "(kv_)tokens", "dtypes", "scale", "alibi", "sinks", "form",
-    "rates", "isa", "transport" };
+    "rates", "isa", "transport", "checksums" };
 enum { APART_RANKS = 3 };
 typedef struct apart {
     int what, level_0;                 /* level_0: as in script */
@@ -2046,6 +2259,7 @@ static ra_status ending_calls(const ending *x, ra_cache *c, const ra_tensors *t,
         const int late = x->what == END_DEADLINE && rank == 1;
         const int64_t soon = late ? x->spins * 5000 / (i + 1) : 20000000000;
         if (x->what == END_LEAVE && rank == 1 && i == x->spins % 5) return RA_E_STATE;
+    case APART_CHECKSUMS: cd->checksums = 1; break;
         if (x->what != END_STEPS) {
             end = ra_infer(c, t, &cached, &fresh, ra_now_ns() + soon);
             continue;
@@ -2174,8 +2388,9 @@ static const h_test tests[] = {
     ENTRY(chosen_lanes), ENTRY(drafts_are_exact),
     ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(chosen_by_cost), ENTRY(chosen_by_rates),
     ENTRY(chosen_bits), ENTRY(chosen_merges), ENTRY(merge_trees),
-    ENTRY(refusals),
-    ENTRY(longest_messages), ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(unseen_pages),
+    ENTRY(refusals), ENTRY(refused_ranges),
+    ENTRY(longest_messages), ENTRY(checksums), ENTRY(watchdogs),
+    ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(unseen_pages),
     ENTRY(windows_at_the_end_of_tables),
     ENTRY(failures), ENTRY(disagreements), ENTRY(ends_in_the_middle_of_a_call),
     ENTRY(ends_before_others_know),
