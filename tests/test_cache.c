@@ -306,7 +306,7 @@ static ra_status steps_of(const run *x, ra_cache *c, int32_t rank) {
             int64_t n = rows_here(s, c, i, b, rank, pos);
             most = most < n ? n : most;
             if (page) pool_give(&pages, &d->mask, b, s->cached[i][b], kv);
-            for (int64_t j = 0; j < s->fresh[i][b]; j++) {
+            for (int64_t j = s->prefix && i == 1 ? -s->cached[i][b] : 0; j < s->fresh[i][b]; j++) {
                 int64_t p = s->cached[i][b] + j, at = (b * d->kv_tokens + p) * d->kv_heads;
                 if (page && ra_cache_owner(c, p) == rank)
                     pool_take(&pages, b, ra_cache_row(c, p) / page);
@@ -748,13 +748,17 @@ TEST(shared_prefixes) {
             memcpy(s.k + b * row, s.k, (size_t)(s.prefix * s.d.kv_heads * s.d.k_dim) * 4);
             memcpy(s.v + b * row, s.v, (size_t)(s.prefix * s.d.kv_heads * s.d.k_dim) * 4);
         }
-        for (int32_t b = 0; b < MAX_B; b++) at[b] = s.prefix - 20 + h_below(&r, i % 4 ? 60 : 600);
-        for (s.steps = 0; s.steps < 5; s.steps++)
+        for (int32_t b = 0; b < MAX_B; b++) {          /* the first one, then the others' ends */
+            at[b] = s.prefix + h_below(&r, i % 4 ? 60 : 600);
+            s.fresh[0][b] = b ? 0 : at[b];
+            s.cached[1][b] = b ? s.prefix : at[b];
+            s.fresh[1][b] = b ? at[b] - s.prefix : 0;
+        }
+        for (s.steps = 2; s.steps < 6; s.steps++)
             for (int32_t b = 0; b < MAX_B; b++) {
-                s.cached[s.steps][b] = s.steps ? at[b] : 0;
-                s.fresh[s.steps][b] = s.steps ? 1 : at[b];
-                if (s.steps == 3 && b == 2) s.fresh[s.steps][b] = i % 3;
-                if (s.steps) at[b] += s.fresh[s.steps][b];
+                s.cached[s.steps][b] = at[b];
+                s.fresh[s.steps][b] = s.steps == 4 && b == 2 ? i % 3 : 1;
+                at[b] += s.fresh[s.steps][b];
             }
         s.threads = 1 + (int)(i / 2 % 2);
         plain = script_run(&s, 1);
@@ -1627,10 +1631,6 @@ TEST(refusals) {
     CHECK_EQ(ra_cache_destroy(c), RA_OK);
 }
 
-/* A network that takes messages of up to its max_msg. */
-typedef struct narrow { const ra_transport *below; size_t most, longest; } narrow;
-typedef struct narrow_run { size_t most, longest[2]; int32_t heads; ra_status end[2]; } narrow_run;
-
 /* The first and the last of each range, and what is next to them. */
 TEST(refused_ranges) {
     static float room[2][112 * 32], row[32];
@@ -1655,6 +1655,10 @@ TEST(refused_ranges) {
         }
     CHECK_EQ(ra_cache_destroy(c), RA_OK);
 }
+
+/* A network that takes messages of up to its max_msg. */
+typedef struct narrow { const ra_transport *below; size_t most, longest; } narrow;
+typedef struct narrow_run { size_t most, longest[2]; int32_t heads; ra_status end[2]; } narrow_run;
 
 static int narrow_post(void *ctx, ra_transport_op *const *ops, int n) {
     narrow *x = (narrow *)ctx;
@@ -1725,10 +1729,6 @@ TEST(longest_messages) {
     }
 }
 
-TEST(refused_page_tokens) {
-    script s = script_new(4, 2, 32, RA_F32, 300);
-    ra_desc d = s.d;
-    ra_error why = { 0 };
 /* A network that changes a byte of the data of message number `at` that comes to this rank. */
 typedef struct spoiler { ra_transport below; int at, come; } spoiler;
 typedef struct spoilt {
@@ -1917,6 +1917,10 @@ TEST(watchdogs) {
     }
 }
 
+TEST(refused_page_tokens) {
+    script s = script_new(4, 2, 32, RA_F32, 300);
+    ra_desc d = s.d;
+    ra_error why = { 0 };
     ra_plan *plan = NULL;
     d.error = &why;
     d.page_tokens = 24;
@@ -2024,6 +2028,81 @@ TEST(refused_pages) {
     d.page_tokens = 0;
     CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_E_SHAPE);
     CHECK(!strcmp(why.field, "t.pages"));
+}
+
+/* What a key of a sequence is to a call: where it is, and whether it is seen and new. */
+typedef struct page_key { int64_t b, entry, page, cell; int seen, fresh; } page_key;
+
+/* 1: a new token is where another token is that the call sees: of the same sequence in another
+ * entry of the same page, of another sequence in the same cell. */
+static int keys_collide(const page_key *key, int n) {
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < n && key[i].fresh; j++)
+            if (key[j].seen && key[i].page == key[j].page &&
+                (key[i].b == key[j].b ? key[i].entry != key[j].entry
+                                      : key[i].cell == key[j].cell)) return 1;
+    return 0;
+}
+
+/* Random tables of few pages, which mostly repeat some. */
+TEST(new_tokens_in_pages) {
+    enum { B = 3, KEYS = 160, ENTRIES = 16, PAGES = 60 };
+    static float room[PAGES * 48][4], q[B * KEYS][4], o[B * KEYS][4];
+    static page_key key[B * KEYS];
+    int refused = 0, accepted = 0;
+    for (int64_t i = 0; i < 4000; i++) {
+        h_rng r = h_case_rng(i);
+        int64_t cached[B], fresh[B];
+        int32_t table[B][ENTRIES];
+        ra_desc d = ra_desc_make(1, 1, 4, RA_F32, RA_MASK_CAUSAL);
+        ra_cache_desc cd = { 0 };
+        ra_cache *c = NULL;
+        ra_tensors t = { 0 };
+        int n = 0;
+        if (!h_case(i)) continue;
+        d.sequences = 1 + h_below(&r, B);
+        d.tokens = 70;
+        d.kv_tokens = KEYS;
+        d.page_tokens = 16 * (1 + h_below(&r, 3));
+        d.mask.window = h_below(&r, 3) ? 1 + h_below(&r, 90) : 0;
+        d.mask.keep = d.mask.window ? h_below(&r, 3) * 9 : 0;
+        cd.lanes = 1 + h_below(&r, 3);
+        for (int b = 0; b < B; b++) {
+            const int forks = b && h_one_in(&r, 3), grows = !h_one_in(&r, 5);
+            cached[b] = forks ? cached[0] : h_range(&r, 0, KEYS - 70);
+            fresh[b] = grows ? h_range(&r, 1, h_one_in(&r, 2) ? 3 : 70) : 0;
+            for (int e = 0; e < ENTRIES; e++)
+                table[b][e] = forks && h_below(&r, 12) ? table[0][e]
+                              : h_below(&r, 14) ? b * ENTRIES + e : h_below(&r, PAGES);
+        }
+        t.q.data = q; t.o.data = o; t.k.data = t.v.data = room;
+        t.pages.table = table[0];
+        t.pages.batch_step = ENTRIES;
+        t.pages.count = PAGES;
+        t.pages.first = h_below(&r, d.page_tokens);
+        CHECK_EQ(ra_cache_create(&c, &d, NULL, &cd), RA_OK);
+        for (int b = 0; b < d.sequences; b++)
+            for (int64_t k = 0; fresh[b] && k < cached[b] + fresh[b]; k++, n++) {
+                const int64_t row = ra_cache_row(c, k) + t.pages.first;
+                page_key *x = &key[n];
+                x->b = b;
+                x->entry = row / d.page_tokens;
+                x->page = table[b][x->entry];
+                x->cell = row % d.page_tokens;
+                x->fresh = k >= cached[b];
+                x->seen = 0;
+                for (int64_t p = cached[b]; p < cached[b] + fresh[b]; p++)
+                    x->seen |= sees(&d.mask, p, k, cached[b] + fresh[b]);
+            }
+        const int due = keys_collide(key, n);
+        CHECK_EQ(ra_infer(c, &t, cached, fresh, 0), due ? RA_E_SHAPE : RA_OK);
+        if (due) CHECK(!strcmp(ra_cache_error(c)->field, "t.pages.table") &&
+                       strstr(ra_cache_error(c)->text, "new tokens of sequence"));
+        CHECK_EQ(ra_cache_destroy(c), RA_OK);
+        refused += due;
+        accepted += !due;
+    }
+    CHECK(h_run.only_case >= 0 || (refused > 500 && accepted > 500));
 }
 
 /* Position 52 sees 49..52, which rank 1 holds. Rank 0 has half a page of older positions. */
@@ -2180,6 +2259,7 @@ static void apart_change(const apart *x, ra_desc *d, ra_cache_desc *cd, ra_trans
     case APART_RATES: d->rates.flops_per_s = 1e12; break;
     case APART_ISA: d->isa = RA_ISA_SCALAR; break;
     case APART_MAX_MSG: net->max_msg = 1 << 17; break;
+    case APART_CHECKSUMS: cd->checksums = 1; break;
     }
 }
 
@@ -2259,7 +2339,6 @@ static ra_status ending_calls(const ending *x, ra_cache *c, const ra_tensors *t,
         const int late = x->what == END_DEADLINE && rank == 1;
         const int64_t soon = late ? x->spins * 5000 / (i + 1) : 20000000000;
         if (x->what == END_LEAVE && rank == 1 && i == x->spins % 5) return RA_E_STATE;
-    case APART_CHECKSUMS: cd->checksums = 1; break;
         if (x->what != END_STEPS) {
             end = ra_infer(c, t, &cached, &fresh, ra_now_ns() + soon);
             continue;
@@ -2390,7 +2469,8 @@ static const h_test tests[] = {
     ENTRY(chosen_bits), ENTRY(chosen_merges), ENTRY(merge_trees),
     ENTRY(refusals), ENTRY(refused_ranges),
     ENTRY(longest_messages), ENTRY(checksums), ENTRY(watchdogs),
-    ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(unseen_pages),
+    ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(new_tokens_in_pages),
+    ENTRY(unseen_pages),
     ENTRY(windows_at_the_end_of_tables),
     ENTRY(failures), ENTRY(disagreements), ENTRY(ends_in_the_middle_of_a_call),
     ENTRY(ends_before_others_know),
