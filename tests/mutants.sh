@@ -49,7 +49,11 @@ try() {
         apart) timeout 60 "$work/cache" disagreements --first ;;
         lanes) timeout 60 "$work/cache" lanes_and_weights --first &&
             timeout 60 "$work/cache" ring_buffers --first ;;
-        pages) timeout 60 "$work/cache" refused_pages --first ;;
+        pages) timeout 60 "$work/cache" refused_pages --first &&
+            timeout 60 "$work/cache" new_tokens_in_pages --first ;;
+        faults) timeout 60 "$work/cache" refused_ranges --first &&
+            timeout 60 "$work/cache" checksums --first &&
+            timeout 60 "$work/cache" watchdogs --first ;;
         forward) timeout 90 "$work/forward" modified_decode --first ;;
         cells) timeout 90 "$work/forward" attention_at --first ;;
         near) timeout 90 "$work/near" modified_decode --first ;;
@@ -109,7 +113,7 @@ fi
 
 # Arguments for xargs: number, name and tests of each mistake; 0 is the header as it is.
 right="sim resume failure ends rows schedule world cache forward cells silence differences"
-right="$right caches apart lanes pages numbers $scores $batches $near"
+right="$right caches apart lanes pages faults numbers $scores $batches $near"
 left=                                  # names of those left out, each with a space
 [ "$batches" ] || left='batches '
 [ "$near" ] || left="${left}near "
