@@ -1,6 +1,7 @@
 /* What ring_shm.c, ring_mpi.c, ring_ofi.c and ring_nccl.c share: a forward and a backward pass over
  * a given length, their numbers by position, so that they can be compared with those of one rank
- * bit for bit, and a table of bytes, hops and hidden time. It is the same for all transports. */
+ * bit for bit, and a table of bytes, hops and hidden time. It is the same for all transports. The
+ * number of a job (ring_job_id) is also ring_tcp.c's. */
 #if !defined(RING_CHECK_H)
 #define RING_CHECK_H
 
@@ -28,6 +29,23 @@ typedef struct ring_part {             /* of a pass */
     int64_t flight_ns, hidden_ns;      /* a message was in flight; and meanwhile a tile computed */
 } ring_part;
 typedef struct ring_figures { ring_part pass[2]; int32_t status, bits_promised; } ring_figures;
+
+/* A number for a job from what its ranks must agree on, so that ranks of another job, or of another
+ * version of the program or the library, are refused instead of taken in. FNV-1a, 64 bits, over the
+ * library's version, the program's name, `names` strings and `count` numbers. Never 0. */
+static inline uint64_t ring_job_id(const char *program, const char *const *name, int names,
+                                   const int64_t *number, int count) {
+    uint64_t id = 0xCBF29CE484222325u;
+    for (int i = -1; i < names; i++) {
+        const char *s = i < 0 ? program : name[i];
+        do id = (id ^ (uint8_t)*s) * 0x100000001B3u; while (*s++);
+    }
+    for (int i = -2; i < count; i++) {
+        uint64_t x = i == -2 ? RINGATTN_VERSION : i < 0 ? (uint64_t)names : (uint64_t)number[i];
+        for (int byte = 0; byte < 64; byte += 8) id = (id ^ (x >> byte & 255)) * 0x100000001B3u;
+    }
+    return id ? id : 1;
+}
 
 static inline size_t ring_floats(const ring_task *t) {
     size_t q = (size_t)(t->heads * t->dim), kv = (size_t)(t->kv_heads * t->dim);
