@@ -23,14 +23,17 @@
  * ring connects can take a rank's place, and anyone on the path can read and change everything.
  * With RA_TCP_SODIUM and a key of 32 bytes both sides of a connection prove that they have the key,
  * and every frame is encrypted and authenticated. Without the key nobody can join, stall or crash
- * the ring: a stranger occupies a place for a few seconds at most, in bounded memory, and the port
- * is closed once the ring is connected. (Anyone who can cut the wire can cut the ring.)
+ * the ring: a stranger occupies a place for a few seconds at most, in bounded memory, whoever has
+ * not said a whole hello is dropped first, and the port is closed once the ring is connected.
+ * (Anyone who can cut the wire can cut the ring.)
  *
  * Connections. A rank listens on its own address and on no other. It connects to all ranks below it
  * and accepts those above. There is one connection per pair, so any rank reaches any other. Ranks
  * may start in any order within connect_ns. Both sides check version, byte order, world, ring,
- * number of ranks, rank and shape, and report which of them differs. Later rings may use the same
- * addresses if `ring` counts them; rings at the same time need different ports.
+ * number of ranks, rank and shape, and report which of them differs. A connection counts for both
+ * only once the side that accepts has confirmed it. If nobody comes, the sentence names the rank,
+ * its address in numbers, and what the last try came to. Later rings may use the same addresses if
+ * `ring` counts them; rings at the same time need different ports.
  *
  * On the wire. A message travels in frames of at most 256 KiB, each behind a head of 24 bytes with
  * kind, channel, tag and length. The receiver grants a message when its receive is posted. So
@@ -41,11 +44,14 @@
  * otherwise by closing: they get RA_E_ABORTED or RA_E_PEER. A process that dies closes its
  * connections, and ops that are pending with it fail with RA_E_PEER. A peer that is stopped or cut
  * off is silent: deadlines and the ring's watchdog end the wait, and keep-alive probes find it
- * later. Calls do not block, except wait until its deadline, ra_tcp_open for connect_ns, and
+ * later. If a connection is reset while no op is pending with its peer, the context fails with
+ * RA_E_PEER, because this rank may wait for another one that waits for it. Calls do not block, except wait until its deadline, ra_tcp_open for connect_ns, and
  * quiesce for at most 50 ms.
  *
- * Limits. ra_tcp_open looks up names once, and may block for as long as DNS does. Hosts of
- * different byte order refuse each other. gcc or clang, POSIX.
+ * Limits. A rank needs a descriptor for each other rank and about ten more (ulimit -n). While it
+ * connects it uses up to ranks + 128 for callers if there are as many. ra_tcp_open looks up names
+ * once, and may block for as long as DNS does. Hosts of different byte order refuse each other. gcc
+ * or clang, POSIX.
  *
  * SPDX-License-Identifier: MIT OR Unlicense */
 #include <errno.h>
@@ -59,6 +65,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -84,13 +91,14 @@ typedef struct ra_tcp_desc {
     ra_error *error;                   /* may be null */
 } ra_tcp_desc;
 
-enum { RA_TCP_VERSION = 1, RA_TCP_CHANNELS = 2, RA_TCP_OPS = 256, RA_TCP_STRANGERS = 128 };
+enum { RA_TCP_VERSION = 2, RA_TCP_CHANNELS = 2, RA_TCP_OPS = 256, RA_TCP_STRANGERS = 128 };
 /* Bytes of a head and a hello; most bytes of a handshake, and of a body, plain or sealed. */
 enum { RA_TCP_HEAD = 24, RA_TCP_HELLO = 96, RA_TCP_TALK = 512 };
 enum { RA_TCP_PLAIN = 262144, RA_TCP_SEALED = 65536 };
 #define RA_TCP_MS ((int64_t)1000000)
 #define RA_TCP_SHAKE_NS (5000 * RA_TCP_MS)     /* the longest handshake */
 #define RA_TCP_DRAIN_NS (50 * RA_TCP_MS)
+#define RA_TCP_SWEEP_NS (2 * RA_TCP_MS)        /* between looks at connections without ops */
 #ifdef RA_TCP_SODIUM
 enum { RA_TCP_A = (int)crypto_secretstream_xchacha20poly1305_ABYTES,
        RA_TCP_START = (int)crypto_secretstream_xchacha20poly1305_HEADERBYTES };
@@ -109,8 +117,9 @@ typedef struct ra_tcp_hello {
     uint8_t  public_key[32];           /* of this connection alone; 0 without a key */
 } ra_tcp_hello;
 
-enum { RA_TCP_READY = 1,               /* the first frame: the hello is accepted */
-       RA_TCP_GRANT,                   /* tag: number of receives that were posted */
+enum { RA_TCP_READY = 1,               /* the first frame: shows that its sender has the key */
+       RA_TCP_SEATED,                  /* confirms; tag 1: refuses, this rank is there already */
+       RA_TCP_GRANT,                   /* tag: number of receives that were posted; 0: farewell */
        RA_TCP_DATA,                    /* a piece of a message follows, `body` bytes */
        RA_TCP_ABORT };                 /* tag: the reason, negated */
 typedef struct ra_tcp_head {
@@ -122,8 +131,16 @@ typedef struct ra_tcp_head {
 
 typedef struct ra_tcp_queue { ra_transport_op *first, *last; } ra_tcp_queue;
 
-/* Words of ra_transport_op.scratch: the next op of its queue; bytes moved so far; how it ended. */
-enum { RA_TCP_NEXT, RA_TCP_MOVED, RA_TCP_END };
+/* Words of ra_transport_op.scratch: the next op of its queue; bytes moved so far; how it ended; of
+ * a receive, the length of its message. */
+enum { RA_TCP_NEXT, RA_TCP_MOVED, RA_TCP_END, RA_TCP_LENGTH };
+
+typedef struct ra_tcp_try {            /* the last try to reach a rank */
+    const struct addrinfo *at;         /* null: it has to call this one */
+    const char *what;                  /* it came to, or null */
+    int error;                         /* errno, or 0 */
+    int64_t when_ns;
+} ra_tcp_try;
 
 /* One connection, with the frame that is being received and the one that is being sent. */
 typedef struct ra_tcp_conn {
@@ -132,7 +149,9 @@ typedef struct ra_tcp_conn {
     int stage;                         /* of the handshake, RA_TCP_AT_* */
     int hush;                          /* 1: nothing more may be written */
     int dialed;                        /* 1: this side connected */
+    int listed;                        /* 1: it is among those that poll visits */
     int64_t since_ns;                  /* of the handshake */
+    ra_tcp_try last;
     ra_tcp_hello hello, peer_hello;
     ra_tcp_queue send[RA_TCP_CHANNELS], recv[RA_TCP_CHANNELS];
     uint32_t granted[RA_TCP_CHANNELS]; /* unfinished sends that the peer has granted */
@@ -155,8 +174,10 @@ typedef struct ra_tcp_conn {
 #endif
 } ra_tcp_conn;
 
+/* What a connection waits for. Whoever dialed says READY after the other side's, then waits for
+ * SEATED as long as it takes: from there on the other side may count the connection as open. */
 enum { RA_TCP_AT_NONE, RA_TCP_AT_DIAL, RA_TCP_AT_HELLO, RA_TCP_AT_START, RA_TCP_AT_READY,
-       RA_TCP_AT_OPEN };
+       RA_TCP_AT_SEATED, RA_TCP_AT_OPEN };
 
 typedef struct ra_tcp {
     int32_t rank, ranks, sealed;
@@ -167,12 +188,16 @@ typedef struct ra_tcp {
     ra_tcp_desc d;
     uint8_t key[32];
     ra_tcp_conn *conn;                 /* [ranks] by rank */
-    ra_tcp_conn *stranger;             /* [RA_TCP_STRANGERS] accepted, rank not known yet */
-    struct pollfd *fds;                /* [ranks + RA_TCP_STRANGERS + 2] */
+    ra_tcp_conn *stranger;             /* [places] accepted, rank not known yet */
+    int32_t places, active;            /* active: number of ranks in list */
+    int32_t *list;                     /* [ranks] those that poll visits: they have ops */
+    struct pollfd *fds;                /* [ranks + places + 2] */
+    ra_tcp_conn **who;                 /* of fds */
     uint8_t *waste;                    /* RA_TCP_PLAIN bytes for what is discarded */
     int listener;
-    char note[216], text[216];         /* why no connection came about; for error_text */
-    int refused;                       /* 1: a hello was refused, and note says why */
+    int64_t deaf_ns;                   /* until then there is no descriptor for a caller */
+    int64_t swept_ns;                  /* when all connections were last looked at */
+    char note[216], text[216];         /* why a caller was refused; for error_text */
     ra_transport transport;
     int32_t turn;                      /* of the transport */
 } ra_tcp;
@@ -197,6 +222,30 @@ static RA_TCP_UNUSED void ra_tcp_note(ra_tcp *t, const char *format, ...) {
     va_end(args);
 }
 
+static RA_TCP_UNUSED void ra_tcp_tried(ra_tcp_conn *c, const char *what, int error) {
+    c->last.what = what;
+    c->last.error = error;
+    c->last.when_ns = ra_now_ns();
+}
+
+static RA_TCP_UNUSED const char *ra_tcp_silence(const ra_tcp_conn *c) {
+    return c->stage == RA_TCP_AT_DIAL    ? "it does not answer requests to connect"
+           : c->stage == RA_TCP_AT_HELLO ? "it accepts connections, but says nothing"
+                                         : "it has stopped in the handshake";
+}
+
+/* "10.0.0.1:4000", and whether other hosts can reach that. */
+static RA_TCP_UNUSED void ra_tcp_numeric(const struct sockaddr *a, socklen_t n, char out[128]) {
+    char host[64] = "?", port[8] = "?";
+    const int v6 = a->sa_family == AF_INET6;
+    int local = v6 ? IN6_IS_ADDR_LOOPBACK(&((const struct sockaddr_in6 *)(const void *)a)->sin6_addr)
+                   : ntohl(((const struct sockaddr_in *)(const void *)a)->sin_addr.s_addr) >> 24 ==
+                         127;
+    (void)getnameinfo(a, n, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
+    snprintf(out, 128, v6 ? "[%s]:%s%s" : "%s:%s%s", host, port,
+             local ? ", a loopback address, which no other host reaches" : "");
+}
+
 /* -------------------------------------------------------------------------- sockets */
 static RA_TCP_UNUSED void ra_tcp_option(int fd, int level, int name, int value) {
     (void)setsockopt(fd, level, name, &value, sizeof value);
@@ -216,40 +265,57 @@ static RA_TCP_UNUSED int ra_tcp_prepare(int fd) {
     return 0;
 }
 
-/* The addresses of "host:port" or "[v6]:port"; null: another form, or an unknown name. */
-static RA_TCP_UNUSED struct addrinfo *ra_tcp_resolve(const char *address, int listens) {
+/* The port of "host:port" or "[v6]:port"; -1: another form. */
+static RA_TCP_UNUSED int ra_tcp_port(const char *address) {
+    const char *colon = strrchr(address, ':'), *p = colon ? colon + 1 : "";
+    long port = 0;
+    if (!*p || colon == address || strlen(p) > 5) return -1;
+    for (; *p; p++) {
+        if (*p < '0' || *p > '9') return -1;
+        port = 10 * port + (*p - '0');
+    }
+    if (memchr(address, ':', (size_t)(colon - address)) &&
+        (address[0] != '[' || colon[-1] != ']')) return -1;
+    return port > 65535 ? -1 : (int)port;
+}
+
+/* The addresses of "host:port" or "[v6]:port". *why: 0, or an EAI_* for gai_strerror. */
+static RA_TCP_UNUSED struct addrinfo *ra_tcp_resolve(const char *address, int listens, int *why) {
     struct addrinfo hints, *out = NULL;
     const char *colon = strrchr(address, ':');
     char host[256];
     size_t n = colon ? (size_t)(colon - address) : 0;
-    if (!colon || n == 0 || n >= sizeof host || !colon[1]) return NULL;
+    *why = EAI_NONAME;
+    if (ra_tcp_port(address) < 0 || n >= sizeof host) return NULL;
     memcpy(host, address, n);
     host[n] = 0;
     if (host[0] == '[' && host[n - 1] == ']') {
         memmove(host, host + 1, n - 2);
         host[n - 2] = 0;
-    } else if (strchr(host, ':')) return NULL;
+    }
     memset(&hints, 0, sizeof hints);
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = listens ? AI_PASSIVE : 0;
-    return getaddrinfo(host, colon + 1, &hints, &out) ? NULL : out;
+    *why = getaddrinfo(host, colon + 1, &hints, &out);
+    return *why ? NULL : out;
 }
 
 /* A socket that listens on this address alone; *port: its port, of which 0 chooses a free one. -1:
  * see errno. */
 static RA_TCP_UNUSED int ra_tcp_listen(const char *address, int *port) {
-    struct addrinfo *list = ra_tcp_resolve(address, 1), *a;
+    int fd = -1, kept = EADDRNOTAVAIL, why;
+    struct addrinfo *list = ra_tcp_resolve(address, 1, &why), *a;
     struct sockaddr_storage at;
     socklen_t n = sizeof at;
-    int fd = -1, kept = EADDRNOTAVAIL;
+    if (ra_tcp_port(address) < 0) kept = EINVAL;
     for (a = list; a && fd < 0; a = a->ai_next) {
         fd = socket(a->ai_family, SOCK_STREAM, 0);
-        if (fd < 0) continue;
-        ra_tcp_option(fd, SOL_SOCKET, SO_REUSEADDR, 1);
+        if (fd >= 0) ra_tcp_option(fd, SOL_SOCKET, SO_REUSEADDR, 1);
         if (a->ai_family == AF_INET6) ra_tcp_option(fd, IPPROTO_IPV6, IPV6_V6ONLY, 1);
-        if (!bind(fd, a->ai_addr, a->ai_addrlen) && !listen(fd, 128) && !ra_tcp_prepare(fd)) break;
+        if (fd >= 0 && !bind(fd, a->ai_addr, a->ai_addrlen) && !listen(fd, 4096) &&
+            !ra_tcp_prepare(fd)) break;
         kept = errno;
-        close(fd);
+        if (fd >= 0) close(fd);
         fd = -1;
     }
     if (list) freeaddrinfo(list);
@@ -268,16 +334,22 @@ static RA_TCP_UNUSED void ra_tcp_drop(ra_tcp_conn *c, int why) {
     c->stage = RA_TCP_AT_NONE;
     c->out_op = NULL;
     c->out_at = c->out_len = c->out_body = 0;
+#ifdef RA_TCP_SODIUM
+    sodium_memzero(c->secret_key, sizeof c->secret_key);
+    sodium_memzero(&c->push, sizeof c->push);
+    sodium_memzero(&c->pull, sizeof c->pull);
+#endif
 }
 
 static RA_TCP_UNUSED void ra_tcp_reset(ra_tcp_conn *c) {
-    uint8_t *out = c->out_buf, *in = c->in_buf;
-    int peer = c->peer;
+    const ra_tcp_conn old = *c;
     ra_tcp_drop(c, 0);
     memset(c, 0, sizeof *c);
-    c->out_buf = out;
-    c->in_buf = in;
-    c->peer = peer;
+    c->out_buf = old.out_buf;
+    c->in_buf = old.in_buf;
+    c->peer = old.peer;
+    c->last = old.last;
+    c->since_ns = old.since_ns;
     c->fd = -1;
     c->in_need = RA_TCP_HELLO;
 }
@@ -410,12 +482,15 @@ static RA_TCP_UNUSED size_t ra_tcp_on_wire(const ra_tcp *t, size_t n) {
     return n + (t->sealed ? (size_t)RA_TCP_A : 0);
 }
 
-/* Where the body of c->head goes: into a receive's buffer, or where it is discarded. */
-static RA_TCP_UNUSED uint8_t *ra_tcp_target(ra_tcp *t, const ra_tcp_conn *c) {
-    int channel = c->head.channel;
-    const ra_transport_op *op = c->recv[channel].first;
-    if (c->skip[channel] || !op) return t->waste;
-    return (uint8_t *)op->buf + (size_t)(uintptr_t)op->scratch[RA_TCP_MOVED];
+/* Where the body of c->head goes from byte `at` on: into a receive's buffer, or where it is
+ * discarded. *n: at most so many bytes. */
+static RA_TCP_UNUSED uint8_t *ra_tcp_target(ra_tcp *t, const ra_tcp_conn *c, size_t at, size_t *n) {
+    const ra_transport_op *op = c->recv[c->head.channel].first;
+    size_t moved = c->skip[c->head.channel] || !op ? 0
+                   : (size_t)(uintptr_t)op->scratch[RA_TCP_MOVED] + at;
+    if (c->skip[c->head.channel] || !op || moved >= op->len) return t->waste;
+    if (*n > op->len - moved) *n = op->len - moved;
+    return (uint8_t *)op->buf + moved;
 }
 
 /* Takes a head. 0, or the failure of the connection. */
@@ -442,23 +517,19 @@ static RA_TCP_UNUSED int ra_tcp_take_head(ra_tcp *t, ra_tcp_conn *c) {
     if (c->skip[channel]) return h->body > c->skip[channel] ? RA_E_PROTO : RA_OK;
     if (!c->awaited[channel] || !op || !h->body) return RA_E_PROTO;
     moved = (size_t)(uintptr_t)op->scratch[RA_TCP_MOVED];
-    if (moved == 0 && (h->length != op->len || h->tag != op->tag)) {
-        if (h->length > t->d.max_msg || h->body > h->length) return RA_E_PROTO;
-        c->skip[channel] = (size_t)h->length;
-        c->awaited[channel]--;
-        op->done = (size_t)h->length;
-        ra_tcp_end(&c->recv[channel], h->length != op->len ? RA_E_TRUNC : RA_E_PROTO);
-        return RA_OK;
-    }
-    return h->length != op->len || h->body > op->len - moved ? RA_E_PROTO : RA_OK;
+    if (h->length != op->len && h->length > t->d.max_msg) return RA_E_PROTO;
+    if (moved == 0) op->scratch[RA_TCP_LENGTH] = (void *)(uintptr_t)h->length;
+    return h->length != (uintptr_t)op->scratch[RA_TCP_LENGTH] || h->body > h->length - moved
+               ? RA_E_PROTO : RA_OK;
 }
 
-/* Takes the body of c->head, whose bytes are in place. */
+/* Takes the body of c->head, whose bytes are in place. A message of another length than agreed
+ * fills the buffer as far as it goes, and the rest of it is discarded. */
 static RA_TCP_UNUSED void ra_tcp_take_body(ra_tcp_conn *c) {
     int channel = c->head.channel;
     ra_transport_op *op = c->recv[channel].first;
+    const size_t length = (size_t)c->head.length;
     size_t moved;
-    if (c->head.kind != RA_TCP_DATA) return;
     if (c->skip[channel]) {
         c->skip[channel] -= c->head.body;
         return;
@@ -466,10 +537,12 @@ static RA_TCP_UNUSED void ra_tcp_take_body(ra_tcp_conn *c) {
     if (!op) return;
     moved = (size_t)(uintptr_t)op->scratch[RA_TCP_MOVED] + c->head.body;
     op->scratch[RA_TCP_MOVED] = (void *)(uintptr_t)moved;
-    if (moved < op->len) return;
+    if (moved < op->len && moved < length) return;
     c->awaited[channel]--;
-    op->done = op->len;
-    ra_tcp_end(&c->recv[channel], RA_MSG_DONE);
+    c->skip[channel] = length - moved;
+    op->done = length;
+    ra_tcp_end(&c->recv[channel], length != op->len           ? (int)RA_E_TRUNC
+                                  : c->head.tag != op->tag ? (int)RA_E_PROTO : (int)RA_MSG_DONE);
 }
 
 /* Decrypts the n bytes of in_buf to `to`; 0: they are not a frame of this connection. */
@@ -484,21 +557,32 @@ static RA_TCP_UNUSED int ra_tcp_unseal(ra_tcp_conn *c, uint8_t *to, size_t n) {
 #endif
 }
 
+/* Takes the head of a frame to c->head; 0: it is not one of this connection. */
+static RA_TCP_UNUSED int ra_tcp_open_head(const ra_tcp *t, ra_tcp_conn *c) {
+    if (t->sealed) return ra_tcp_unseal(c, (uint8_t *)&c->head, c->in_need);
+    memcpy(&c->head, c->in_buf, RA_TCP_HEAD);
+    return 1;
+}
+
+/* Decrypts the body of c->head to where it goes; 0: as above. */
+static RA_TCP_UNUSED int ra_tcp_open_body(ra_tcp *t, ra_tcp_conn *c) {
+    size_t n = c->head.body;
+    uint8_t *to = t->sealed ? ra_tcp_target(t, c, 0, &n) : NULL;
+    int whole = n == c->head.body;
+    if (!t->sealed) return 1;
+    if (!ra_tcp_unseal(c, whole ? to : t->waste, c->in_need)) return 0;
+    if (!whole) memcpy(to, t->waste, n);
+    return 1;
+}
+
 /* Takes the head or body that has come. 0, or the failure of the connection. */
 static RA_TCP_UNUSED int ra_tcp_take(ra_tcp *t, ra_tcp_conn *c) {
-    int code = RA_OK;
     if (!c->in_body) {
-        if (t->sealed && !ra_tcp_unseal(c, (uint8_t *)&c->head, c->in_need)) return RA_E_PROTO;
-        if (!t->sealed) memcpy(&c->head, c->in_buf, RA_TCP_HEAD);
-        if (c->stage == RA_TCP_AT_READY) {
-            if (c->head.kind != RA_TCP_READY || c->head.body) return RA_E_PROTO;
-            c->stage = RA_TCP_AT_OPEN;
-        } else code = ra_tcp_take_head(t, c);
+        int code = ra_tcp_open_head(t, c) ? ra_tcp_take_head(t, c) : RA_E_PROTO;
         if (code) return code;
         c->in_body = c->head.body > 0;
-        if (!c->in_body) ra_tcp_take_body(c);
     } else {
-        if (t->sealed && !ra_tcp_unseal(c, ra_tcp_target(t, c), c->in_need)) return RA_E_PROTO;
+        if (!ra_tcp_open_body(t, c)) return RA_E_PROTO;
         ra_tcp_take_body(c);
         c->in_body = 0;
     }
@@ -507,18 +591,24 @@ static RA_TCP_UNUSED int ra_tcp_take(ra_tcp *t, ra_tcp_conn *c) {
     return RA_OK;
 }
 
-/* Reads up to in_need bytes. 1: they have come; 0: not yet; negative: the connection has ended. */
+/* Reads up to in_need bytes. 1: they have come; 0: not yet; RA_E_PEER: the peer has closed; RA_E_IO:
+ * the connection is broken, see errno. */
 static RA_TCP_UNUSED int ra_tcp_read(ra_tcp *t, ra_tcp_conn *c) {
     while (c->in_at < c->in_need) {
-        uint8_t *to = c->in_body && !t->sealed && c->stage == RA_TCP_AT_OPEN
-                          ? ra_tcp_target(t, c) : c->in_buf;
-        ssize_t n = recv(c->fd, to + c->in_at, c->in_need - c->in_at, MSG_DONTWAIT);
+        size_t most = c->in_need - c->in_at;
+        uint8_t *to = c->in_body && !t->sealed ? ra_tcp_target(t, c, c->in_at, &most)
+                                               : c->in_buf + c->in_at;
+        ssize_t n = recv(c->fd, to, most, MSG_DONTWAIT);
         if (n < 0 && errno == EINTR) continue;
-        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
-        if (n <= 0) return RA_E_PEER;
+        if (n < 0) return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : RA_E_IO;
+        if (n == 0) return RA_E_PEER;
         c->in_at += (size_t)n;
     }
     return 1;
+}
+
+static RA_TCP_UNUSED int ra_tcp_has_ops(const ra_tcp_conn *c) {
+    return c->send[0].first || c->send[1].first || c->recv[0].first || c->recv[1].first;
 }
 
 /* Reads what has come on an open connection, a few MiB at most, so that others get a turn. */
@@ -526,12 +616,17 @@ static RA_TCP_UNUSED void ra_tcp_drink(ra_tcp *t, ra_tcp_conn *c) {
     for (int frames = 0; c->fd >= 0 && frames < 32; frames++) {
         int code = ra_tcp_read(t, c);
         if (code == 0) return;
+        if (code == RA_E_IO) {
+            snprintf(t->text, sizeof t->text, "the connection with rank %d is broken: %s", c->peer,
+                     strerror(errno));
+            code = RA_E_PEER;
+            if (!ra_tcp_has_ops(c)) t->heard = code;   /* otherwise these fail, and name it */
+        } else if (code == RA_E_PEER)
+            snprintf(t->text, sizeof t->text, "rank %d has closed its connection", c->peer);
         if (code > 0) code = ra_tcp_take(t, c);
         if (code >= 0) continue;
         if (code == RA_E_PROTO)
             snprintf(t->text, sizeof t->text, "rank %d sent what is no frame", c->peer);
-        else if (code == RA_E_PEER)
-            snprintf(t->text, sizeof t->text, "rank %d has closed its connection", c->peer);
         ra_tcp_drop(c, code);
     }
 }
@@ -559,11 +654,24 @@ static RA_TCP_UNUSED void ra_tcp_append(ra_tcp_conn *c, const void *data, size_t
     c->out_len += n;
 }
 
-/* Derives the keys of both directions from the shared key, the key pairs of this connection, and
- * both hellos. 0: a public key is invalid. */
-static RA_TCP_UNUSED int ra_tcp_agree(ra_tcp *t, ra_tcp_conn *c, uint8_t *start) {
+/* Appends a frame of the handshake. */
+static RA_TCP_UNUSED void ra_tcp_put(ra_tcp *t, ra_tcp_conn *c, int kind, uint64_t tag) {
+    ra_tcp_head h = ra_tcp_head_of(kind, 0, tag);
+    uint8_t frame[RA_TCP_HEAD + 64];
+    memcpy(frame, &h, RA_TCP_HEAD);
 #ifdef RA_TCP_SODIUM
-    uint8_t said[32 + 2 * RA_TCP_HELLO], rx[32], tx[32], key[32];
+    if (t->sealed)
+        (void)crypto_secretstream_xchacha20poly1305_push(
+            &c->push, frame, NULL, (const unsigned char *)&h, RA_TCP_HEAD, NULL, 0, 0);
+#endif
+    ra_tcp_append(c, frame, ra_tcp_on_wire(t, RA_TCP_HEAD));
+}
+
+/* Derives the keys of both directions from the shared key, the key pairs of this connection, and
+ * both hellos. Appends the start of the output. 0: a public key is invalid. */
+static RA_TCP_UNUSED int ra_tcp_agree(ra_tcp *t, ra_tcp_conn *c) {
+#ifdef RA_TCP_SODIUM
+    uint8_t said[32 + 2 * RA_TCP_HELLO], rx[32], tx[32], key[32], start[RA_TCP_START];
     const ra_tcp_hello *first = c->dialed ? &c->hello : &c->peer_hello;
     const ra_tcp_hello *second = c->dialed ? &c->peer_hello : &c->hello;
     int bad = c->dialed ? crypto_kx_client_session_keys(rx, tx, c->hello.public_key, c->secret_key,
@@ -580,35 +688,16 @@ static RA_TCP_UNUSED int ra_tcp_agree(ra_tcp *t, ra_tcp_conn *c, uint8_t *start)
     memcpy(said, tx, 32);
     (void)crypto_generichash(key, 32, said, sizeof said, t->key, 32);
     (void)crypto_secretstream_xchacha20poly1305_init_push(&c->push, start, key);
+    ra_tcp_append(c, start, sizeof start);
     sodium_memzero(said, sizeof said);
     sodium_memzero(key, sizeof key);
     sodium_memzero(rx, sizeof rx);
     sodium_memzero(tx, sizeof tx);
     return 1;
 #else
-    (void)t, (void)c, (void)start;
+    (void)t, (void)c;
     return 0;
 #endif
-}
-
-/* Accepts the peer's hello: sends the first frame, and waits for the peer's. */
-static RA_TCP_UNUSED int ra_tcp_accept_hello(ra_tcp *t, ra_tcp_conn *c) {
-    uint8_t start[64], frame[RA_TCP_HEAD + 64];
-    ra_tcp_head h = ra_tcp_head_of(RA_TCP_READY, 0, 0);
-    if (t->sealed && !ra_tcp_agree(t, c, start)) return RA_E_PROTO;
-    memcpy(frame, &h, RA_TCP_HEAD);
-#ifdef RA_TCP_SODIUM
-    if (t->sealed) {
-        ra_tcp_append(c, start, RA_TCP_START);
-        (void)crypto_secretstream_xchacha20poly1305_push(
-            &c->push, frame, NULL, (const unsigned char *)&h, RA_TCP_HEAD, NULL, 0, 0);
-    }
-#endif
-    ra_tcp_append(c, frame, ra_tcp_on_wire(t, RA_TCP_HEAD));
-    c->stage = t->sealed ? RA_TCP_AT_START : RA_TCP_AT_READY;
-    c->in_at = 0;
-    c->in_need = t->sealed ? (size_t)RA_TCP_START : ra_tcp_on_wire(t, RA_TCP_HEAD);
-    return RA_OK;
 }
 
 /* Stages this rank's hello. */
@@ -622,9 +711,11 @@ static RA_TCP_UNUSED void ra_tcp_say_hello(ra_tcp *t, ra_tcp_conn *c, int to) {
 }
 
 /* Checks a hello. RA_AGAIN: this peer is refused, but the right one may still come; negative: the
- * ring cannot form. The reason goes to t->note. */
-static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_hello *h, int dialed, int peer) {
-    int again = t->sealed ? RA_AGAIN : RA_E_MISMATCH;    /* it has not shown that it has the key */
+ * ring cannot form, which a peer cannot decide before it has shown that it has the key. The reason
+ * goes to t->note. */
+static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_conn *c) {
+    const ra_tcp_hello *h = &c->peer_hello;
+    int again = t->sealed && c->stage != RA_TCP_AT_READY ? (int)RA_AGAIN : (int)RA_E_MISMATCH;
     if (h->order != 0x01020304) {
         ra_tcp_note(t, "a rank has another byte order, which this transport does not convert");
         return again;
@@ -637,7 +728,7 @@ static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_hello *h, int dial
     if (h->world != t->d.world) {
         ra_tcp_note(t, "rank %d is in world %llu, this rank in %llu", (int)h->from,
                     (unsigned long long)h->world, (unsigned long long)t->d.world);
-        return dialed ? again : RA_AGAIN;
+        return c->dialed ? again : RA_AGAIN;
     }
     if (h->ring != t->d.ring) {
         ra_tcp_note(t, "rank %d is in ring %u, this rank in %u", (int)h->from, (unsigned)h->ring,
@@ -650,7 +741,7 @@ static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_hello *h, int dial
         return again;
     }
     if (h->to != t->rank || h->from >= t->ranks ||
-        (dialed ? h->from != peer : h->from <= t->rank)) {
+        (c->dialed ? h->from != c->peer : h->from <= t->rank)) {
         ra_tcp_note(t, "rank %d takes this one for rank %d, which is %d", (int)h->from, (int)h->to,
                     (int)t->rank);
         return RA_AGAIN;
@@ -661,72 +752,146 @@ static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_hello *h, int dial
         return again;
     }
     if (h->shape != t->d.shape) {
-        ra_tcp_note(t, "rank %d has shape %llx, this rank %llx", (int)h->from,
-                    (unsigned long long)h->shape, (unsigned long long)t->d.shape);
+        ra_tcp_note(t, "rank %d has shape %llx, this rank %llx: what all ranks must agree on differs",
+                    (int)h->from, (unsigned long long)h->shape, (unsigned long long)t->d.shape);
         return again;
     }
     return RA_OK;
 }
 
-/* Takes the peer's hello. Returns as ra_tcp_judge. */
+/* Takes the peer's hello. Returns as ra_tcp_judge. With a key on both sides, what differs is judged
+ * once the peer has shown its key. */
 static RA_TCP_UNUSED int ra_tcp_heard_hello(ra_tcp *t, ra_tcp_conn *c) {
+    const ra_tcp_hello *h = &c->peer_hello;
     int code;
     memcpy(&c->peer_hello, c->in_buf, sizeof c->peer_hello);
-    if (memcmp(c->peer_hello.magic, "ra_tcp\r\n", 8)) {
+    if (memcmp(h->magic, "ra_tcp\r\n", 8)) {
         ra_tcp_note(t, "something else than a rank %s", c->dialed ? "listens there" : "called");
         return RA_AGAIN;
     }
-    if (!c->dialed) ra_tcp_say_hello(t, c, c->peer_hello.from);
-    code = ra_tcp_judge(t, &c->peer_hello, c->dialed, c->peer);
-    if (code != RA_OK) {
-        t->refused = 1;
+    if (!c->dialed) ra_tcp_say_hello(t, c, h->from);
+    code = ra_tcp_judge(t, c);
+    if (code != RA_OK && !(t->sealed && h->sealed == 1 && h->order == 0x01020304 &&
+                           h->version == RA_TCP_VERSION)) {
         (void)ra_tcp_write(c);         /* so that the other side can name the reason */
         return code;
     }
-    return ra_tcp_accept_hello(t, c) ? RA_AGAIN : RA_OK;
+    if (t->sealed && !ra_tcp_agree(t, c)) return RA_AGAIN;
+    if (!c->dialed) ra_tcp_put(t, c, RA_TCP_READY, 0);
+    c->stage = t->sealed ? RA_TCP_AT_START : RA_TCP_AT_READY;
+    c->in_at = 0;
+    c->in_need = t->sealed ? (size_t)RA_TCP_START : ra_tcp_on_wire(t, RA_TCP_HEAD);
+    return RA_OK;
+}
+
+static RA_TCP_UNUSED int ra_tcp_heard_start(ra_tcp *t, ra_tcp_conn *c) {
+#ifdef RA_TCP_SODIUM
+    if (crypto_secretstream_xchacha20poly1305_init_pull(&c->pull, c->in_buf, c->secret_key))
+        return RA_AGAIN;
+    sodium_memzero(c->secret_key, sizeof c->secret_key);
+#endif
+    c->stage = RA_TCP_AT_READY;
+    c->in_at = 0;
+    c->in_need = ra_tcp_on_wire(t, RA_TCP_HEAD);
+    return RA_OK;
+}
+
+/* 1: the peer of an open connection has gone, and has neither sent anything nor said farewell. */
+static RA_TCP_UNUSED int ra_tcp_gone(const ra_tcp_conn *c) {
+    char byte;
+    ssize_t n = recv(c->fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK);
+    return n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
+}
+
+/* Takes READY or SEATED. Returns as ra_tcp_judge. */
+static RA_TCP_UNUSED int ra_tcp_heard_frame(ra_tcp *t, ra_tcp_conn *c) {
+    const int from = c->peer_hello.from, last = c->stage == RA_TCP_AT_SEATED;
+    ra_tcp_head h;
+    int code, taken;
+    if (!ra_tcp_open_head(t, c)) {
+        ra_tcp_note(t, "rank %d does not have this rank's key", from);
+        return RA_AGAIN;
+    }
+    h = ra_tcp_head_of(last ? RA_TCP_SEATED : RA_TCP_READY, 0, last ? c->head.tag & 1 : 0);
+    if (memcmp(&c->head, &h, sizeof h)) {
+        ra_tcp_note(t, "rank %d sent what is no frame in the handshake", from);
+        return RA_AGAIN;
+    }
+    c->in_at = 0;
+    if (last) {
+        if (h.tag) ra_tcp_note(t, "rank %d is connected to another process that is rank %d", from,
+                               (int)t->rank);
+        else c->stage = RA_TCP_AT_OPEN;
+        return h.tag ? RA_AGAIN : RA_OK;
+    }
+    code = ra_tcp_judge(t, c);
+    if (c->dialed) {
+        ra_tcp_put(t, c, RA_TCP_READY, 0);
+        c->stage = RA_TCP_AT_SEATED;
+    }
+    if (code || c->dialed) {
+        (void)ra_tcp_write(c);
+        return code;
+    }
+    taken = t->conn[from].stage == RA_TCP_AT_OPEN && !ra_tcp_gone(&t->conn[from]);
+    ra_tcp_put(t, c, RA_TCP_SEATED, (uint64_t)taken);
+    (void)ra_tcp_write(c);
+    if (taken) ra_tcp_note(t, "two processes say that they are rank %d", from);
+    else c->stage = RA_TCP_AT_OPEN;
+    return taken ? RA_AGAIN : RA_OK;
 }
 
 /* Continues a handshake. RA_OK; RA_AGAIN: this connection is useless; negative: the ring cannot
  * form. */
 static RA_TCP_UNUSED int ra_tcp_shake(ra_tcp *t, ra_tcp_conn *c) {
     for (;;) {
-        int code;
-        if (ra_tcp_write(c) < 0) return RA_AGAIN;
-        if (c->stage == RA_TCP_AT_OPEN) return RA_OK;
-        code = ra_tcp_read(t, c);
-        if (code < 0) {
-            if (c->stage != RA_TCP_AT_HELLO || c->in_at)
-                ra_tcp_note(t, "rank %d closed the connection in the handshake%s", c->peer,
-                            t->sealed ? ": is its key another one?" : "");
-            return RA_AGAIN;
-        }
+        int code = ra_tcp_write(c) < 0 ? (int)RA_E_IO : c->stage == RA_TCP_AT_OPEN ? 0
+                   : ra_tcp_read(t, c);
         if (code == 0) return RA_OK;
-        if (c->stage == RA_TCP_AT_HELLO) {
-            code = ra_tcp_heard_hello(t, c);
-            if (code != RA_OK) return code;
-        } else if (c->stage == RA_TCP_AT_START) {
-#ifdef RA_TCP_SODIUM
-            if (crypto_secretstream_xchacha20poly1305_init_pull(&c->pull, c->in_buf,
-                                                                c->secret_key))
-                return RA_AGAIN;
-            sodium_memzero(c->secret_key, sizeof c->secret_key);
-#endif
-            c->stage = RA_TCP_AT_READY;
-            c->in_at = 0;
-            c->in_need = ra_tcp_on_wire(t, RA_TCP_HEAD);
-        } else if (ra_tcp_take(t, c)) {
-            ra_tcp_note(t, "rank %d does not have this rank's key", (int)c->peer_hello.from);
+        if (code < 0) {
+            ra_tcp_tried(c, "it closed the connection in the handshake",
+                         code == RA_E_IO ? errno : 0);
+            if (c->stage > RA_TCP_AT_HELLO)
+                ra_tcp_note(t, "rank %d closed the connection in the handshake%s",
+                            (int)c->peer_hello.from, t->sealed ? ": is its key another one?" : "");
             return RA_AGAIN;
         }
+        code = c->stage == RA_TCP_AT_HELLO   ? ra_tcp_heard_hello(t, c)
+               : c->stage == RA_TCP_AT_START ? ra_tcp_heard_start(t, c) : ra_tcp_heard_frame(t, c);
+        if (code != RA_OK) return code;
     }
 }
 
-/* -------------------------------------------------------------------------- connecting
- * A peer that refused this rank may close its port before this rank gives up. So a port that is
- * closed does not replace the reason that the peer gave. */
-static RA_TCP_UNUSED void ra_tcp_unreached(ra_tcp *t, const ra_tcp_conn *c, int error) {
-    if (t->refused) return;
-    ra_tcp_note(t, "rank %d at %s: %s", c->peer, t->d.addresses[c->peer], strerror(error));
+/* -------------------------------------------------------------------------- connecting */
+/* A free place for a caller, otherwise one that is taken from who has not said a whole hello, or
+ * from who has been there longest. */
+static RA_TCP_UNUSED ra_tcp_conn *ra_tcp_place(ra_tcp *t) {
+    ra_tcp_conn *best = &t->stranger[0];
+    for (int i = 1; i < t->places && best->fd >= 0; i++) {
+        ra_tcp_conn *c = &t->stranger[i];
+        int dumb = c->stage == RA_TCP_AT_HELLO, best_dumb = best->stage == RA_TCP_AT_HELLO;
+        if (c->fd < 0 || dumb > best_dumb || (dumb == best_dumb && c->since_ns < best->since_ns))
+            best = c;
+    }
+    return best;
+}
+
+/* There is no descriptor: drops a caller. 0: there is none. */
+static RA_TCP_UNUSED int ra_tcp_make_room(ra_tcp *t, int error) {
+    ra_tcp_conn *c = NULL;
+    struct rlimit most;
+    if (getrlimit(RLIMIT_NOFILE, &most)) most.rlim_cur = 0;
+    ra_tcp_note(t, "no descriptor for a connection: %s; the limit is %lld (ulimit -n)",
+                strerror(error), (long long)most.rlim_cur);
+    for (int i = 0; i < t->places; i++)
+        if (t->stranger[i].fd >= 0 && (!c || t->stranger[i].since_ns < c->since_ns))
+            c = &t->stranger[i];
+    if (c) ra_tcp_reset(c);
+    return c != NULL;
+}
+
+static RA_TCP_UNUSED int ra_tcp_is_full(int error) {
+    return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
 }
 
 static RA_TCP_UNUSED void ra_tcp_dial(ra_tcp *t, ra_tcp_conn *c, const struct addrinfo *list) {
@@ -738,11 +903,14 @@ static RA_TCP_UNUSED void ra_tcp_dial(ra_tcp *t, ra_tcp_conn *c, const struct ad
     ra_tcp_reset(c);
     c->since_ns = ra_now_ns();
     c->dialed = 1;
+    c->last.at = a;
     fd = socket(a->ai_family, SOCK_STREAM, 0);
-    if (fd < 0) return;
-    if (ra_tcp_prepare(fd) || (connect(fd, a->ai_addr, a->ai_addrlen) && errno != EINPROGRESS)) {
-        ra_tcp_unreached(t, c, errno);
-        close(fd);
+    if (fd < 0 && ra_tcp_is_full(errno) && ra_tcp_make_room(t, errno))
+        fd = socket(a->ai_family, SOCK_STREAM, 0);
+    if (fd < 0 || ra_tcp_prepare(fd) ||
+        (connect(fd, a->ai_addr, a->ai_addrlen) && errno != EINPROGRESS)) {
+        ra_tcp_tried(c, "it cannot be called", errno);
+        if (fd >= 0) close(fd);
         return;
     }
     c->fd = fd;
@@ -754,31 +922,12 @@ static RA_TCP_UNUSED int ra_tcp_dialed(ra_tcp *t, ra_tcp_conn *c) {
     int error = 0;
     socklen_t n = sizeof error;
     if (getsockopt(c->fd, SOL_SOCKET, SO_ERROR, &error, &n) || error) {
-        ra_tcp_unreached(t, c, error);
+        ra_tcp_tried(c, "it cannot be reached", error);
         return RA_AGAIN;
     }
     c->stage = RA_TCP_AT_HELLO;
     ra_tcp_say_hello(t, c, c->peer);
     return RA_OK;
-}
-
-/* Accepts connections. If there are too many, the oldest stranger is dropped. */
-static RA_TCP_UNUSED void ra_tcp_callers(ra_tcp *t) {
-    for (int n = 0; n < RA_TCP_STRANGERS; n++) {
-        ra_tcp_conn *c = &t->stranger[0];
-        int fd = accept(t->listener, NULL, NULL);
-        if (fd < 0) return;
-        for (int i = 0; i < RA_TCP_STRANGERS && c->fd >= 0; i++)
-            if (t->stranger[i].fd < 0 || t->stranger[i].since_ns < c->since_ns)
-                c = &t->stranger[i];
-        ra_tcp_reset(c);
-        if (ra_tcp_prepare(fd)) close(fd);
-        else {
-            c->fd = fd;
-            c->stage = RA_TCP_AT_HELLO;
-            c->since_ns = ra_now_ns();
-        }
-    }
 }
 
 /* Moves a connection to its rank, once that is known, and drops an earlier one of this rank. It
@@ -796,77 +945,151 @@ static RA_TCP_UNUSED void ra_tcp_seat(ra_tcp *t, ra_tcp_conn *c) {
     ra_tcp_reset(c);
 }
 
-/* A step of a connection that is not open yet. Negative: the ring cannot form. */
-static RA_TCP_UNUSED int ra_tcp_attend(ra_tcp *t, ra_tcp_conn *c, short events) {
+/* A step of a connection that is not open yet, with what has come until `now`. Negative: the ring
+ * cannot form. */
+static RA_TCP_UNUSED int ra_tcp_attend(ra_tcp *t, ra_tcp_conn *c, int events, int64_t now) {
     int code = RA_OK;
     if (events && c->stage == RA_TCP_AT_DIAL) code = ra_tcp_dialed(t, c);
     if (code == RA_OK && events && c->stage != RA_TCP_AT_DIAL) code = ra_tcp_shake(t, c);
-    if (code == RA_OK && c->stage != RA_TCP_AT_OPEN && ra_now_ns() > c->since_ns + RA_TCP_SHAKE_NS)
+    if (code == RA_OK && c->stage < RA_TCP_AT_SEATED && now > c->since_ns + RA_TCP_SHAKE_NS) {
+        ra_tcp_tried(c, ra_tcp_silence(c), 0);
         code = RA_AGAIN;
+    }
     if (code < 0) return code;
-    if (code == RA_AGAIN) {
-        int64_t since = c->since_ns;
-        ra_tcp_reset(c);
-        c->since_ns = since;
-        c->dialed = 1;
-    } else if (c->stage == RA_TCP_AT_OPEN && c->peer < 0) ra_tcp_seat(t, c);
+    if (code == RA_AGAIN) ra_tcp_reset(c);
+    else if (c->stage == RA_TCP_AT_OPEN && c->peer < 0) ra_tcp_seat(t, c);
     return RA_OK;
 }
 
-static RA_TCP_UNUSED int ra_tcp_missing(const ra_tcp *t) {
-    for (int r = 0; r < t->ranks; r++)
-        if (r != t->rank && t->conn[r].stage != RA_TCP_AT_OPEN) return r;
-    return -1;
+/* Accepts connections. Most have said hello when their turn comes. */
+static RA_TCP_UNUSED int ra_tcp_callers(ra_tcp *t) {
+    int code = RA_OK;
+    for (int n = 0; n < RA_TCP_STRANGERS && code >= 0; n++) {
+        ra_tcp_conn *c;
+        int fd = accept(t->listener, NULL, NULL);
+        if (fd < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+        if (fd < 0 && ra_tcp_is_full(errno) && !ra_tcp_make_room(t, errno)) {
+            t->deaf_ns = ra_now_ns() + 100 * RA_TCP_MS;
+            break;
+        }
+        if (fd < 0) continue;
+        c = ra_tcp_place(t);
+        ra_tcp_reset(c);
+        if (ra_tcp_prepare(fd)) {
+            close(fd);
+            continue;
+        }
+        c->fd = fd;
+        c->stage = RA_TCP_AT_HELLO;
+        c->since_ns = ra_now_ns();
+        code = ra_tcp_attend(t, c, 1, c->since_ns);
+    }
+    return code;
+}
+
+/* The first rank that is not connected, and *others: how many more; -1: there is none. */
+static RA_TCP_UNUSED int ra_tcp_missing(const ra_tcp *t, int *others) {
+    int first = -1;
+    *others = 0;
+    for (int r = 0; r < t->ranks; r++) {
+        if (r == t->rank || (t->conn[r].stage == RA_TCP_AT_OPEN && !t->conn[r].out_len)) continue;
+        if (first < 0) first = r;
+        else ++*others;
+    }
+    return first;
+}
+
+/* Says who is missing, at which address, and what the last try came to. */
+static RA_TCP_UNUSED ra_status ra_tcp_late(ra_tcp *t, int r, int others) {
+    ra_tcp_conn *c = &t->conn[r];
+    char at[128], what[200] = "", more[40] = "";
+    struct sockaddr_storage own;
+    socklen_t n = sizeof own;
+    const struct addrinfo *a = c->last.at;
+    if (c->fd >= 0) ra_tcp_tried(c, ra_tcp_silence(c), 0);
+    if (a) ra_tcp_numeric(a->ai_addr, a->ai_addrlen, at);
+    else if (getsockname(t->listener, (struct sockaddr *)&own, &n)) snprintf(at, sizeof at, "?");
+    else ra_tcp_numeric((const struct sockaddr *)&own, n, at);
+    if (c->last.what)
+        snprintf(what, sizeof what, ": %s%s%s, %lld ms ago", c->last.what,
+                 c->last.error ? ": " : "", c->last.error ? strerror(c->last.error) : "",
+                 (long long)((ra_now_ns() - (c->fd >= 0 ? c->since_ns : c->last.when_ns)) /
+                             RA_TCP_MS));
+    if (others) snprintf(more, sizeof more, ", nor %d others", others);
+    return ra_tcp_refuse(&t->d, RA_E_TIMEOUT, "connect_ns",
+                         "%lld ms have passed without rank %d%s%s (%s)%s%s%s%s",
+                         (long long)(t->d.connect_ns / RA_TCP_MS), r,
+                         a ? " at " : ", which has not called this one at ",
+                         t->d.addresses[a ? r : t->rank], at, what, more, t->note[0] ? "; " : "",
+                         t->note);
+}
+
+/* A peer that closes while the ring connects, and that had not connected itself with all others, may
+ * be one that starts again: it is missing. */
+static RA_TCP_UNUSED void ra_tcp_look_around(ra_tcp *t, int64_t now) {
+    if (now - t->swept_ns < 100 * RA_TCP_MS) return;
+    t->swept_ns = now;
+    for (int r = 0; r < t->ranks; r++) {
+        ra_tcp_conn *c = &t->conn[r];
+        if (c->stage != RA_TCP_AT_OPEN || !ra_tcp_gone(c)) continue;
+        ra_tcp_reset(c);
+        ra_tcp_tried(c, "it closed its connection before all ranks were there", 0);
+    }
+}
+
+/* Adds a connection to those of the next poll. */
+static RA_TCP_UNUSED int ra_tcp_await(ra_tcp *t, int n, ra_tcp_conn *c, int events) {
+    t->who[n] = c;
+    t->fds[n].fd = c ? c->fd : t->listener;
+    t->fds[n].events = (short)events;
+    t->fds[n].revents = 0;
+    return n + 1;
 }
 
 /* A round of connecting. list: addresses of the ranks below. */
 static RA_TCP_UNUSED int ra_tcp_round(ra_tcp *t, struct addrinfo *const *list) {
+    const int64_t now = ra_now_ns(), pause = (50 + t->ranks) * RA_TCP_MS;
     int n = 0, code = RA_OK;
+    ra_tcp_look_around(t, now);
     for (int r = 0; r < t->rank; r++) {
         ra_tcp_conn *c = &t->conn[r];
-        if (c->fd < 0 && ra_now_ns() - c->since_ns > 50 * RA_TCP_MS) ra_tcp_dial(t, c, list[r]);
+        if (c->fd < 0 && now - c->since_ns > pause) ra_tcp_dial(t, c, list[r]);
     }
-    for (int i = 0; i < t->ranks + RA_TCP_STRANGERS; i++) {
-        const ra_tcp_conn *c = i < t->ranks ? &t->conn[i] : &t->stranger[i - t->ranks];
-        int writes = c->stage == RA_TCP_AT_DIAL || c->out_at < c->out_len;
-        t->fds[n].fd = c->stage == RA_TCP_AT_OPEN ? -1 : c->fd;
-        t->fds[n].events = (short)(c->stage == RA_TCP_AT_DIAL ? POLLOUT
-                                                              : writes ? POLLIN | POLLOUT : POLLIN);
-        t->fds[n++].revents = 0;
-    }
-    t->fds[n].fd = t->listener;
-    t->fds[n].events = POLLIN;
-    t->fds[n].revents = 0;
-    if (poll(t->fds, (nfds_t)n + 1, 20) < 0 && errno != EINTR) return RA_E_IO;
-    for (int i = 0; i < n && code >= 0; i++) {
+    for (int i = 0; i < t->ranks + t->places; i++) {
         ra_tcp_conn *c = i < t->ranks ? &t->conn[i] : &t->stranger[i - t->ranks];
-        if (t->fds[i].fd < 0 || t->fds[i].fd != c->fd) continue;
-        code = ra_tcp_attend(t, c, t->fds[i].revents);
+        int writes = c->stage == RA_TCP_AT_DIAL || c->out_at < c->out_len;
+        int reads = c->stage != RA_TCP_AT_DIAL && c->stage != RA_TCP_AT_OPEN;
+        if (c->fd >= 0 && (reads || writes))
+            n = ra_tcp_await(t, n, c, (reads ? POLLIN : 0) | (writes ? POLLOUT : 0));
     }
-    if (code >= 0 && t->fds[n].revents) ra_tcp_callers(t);
+    if (t->listener >= 0 && now >= t->deaf_ns) n = ra_tcp_await(t, n, NULL, POLLIN);
+    if (poll(t->fds, (nfds_t)n, 20) < 0 && errno != EINTR) {
+        ra_tcp_note(t, "poll: %s", strerror(errno));
+        return RA_E_IO;
+    }
+    for (int i = 0; i < n && code >= 0; i++) {
+        if (!t->who[i]) code = t->fds[i].revents ? ra_tcp_callers(t) : (int)RA_OK;
+        else if (t->fds[i].fd == t->who[i]->fd)
+            code = ra_tcp_attend(t, t->who[i], t->fds[i].revents, now);
+    }
     return code;
 }
 
 static RA_TCP_UNUSED ra_status ra_tcp_connect(ra_tcp *t) {
     struct addrinfo **list = (struct addrinfo **)calloc((size_t)t->ranks, sizeof *list);
     int64_t begin = ra_now_ns();
-    int code = list ? RA_OK : RA_E_NOMEM, missing = -1;
+    int code = list ? RA_OK : RA_E_NOMEM, missing, others, why;
+    if (!list) (void)ra_tcp_refuse(&t->d, RA_E_NOMEM, "ranks", "no memory");
     for (int r = 0; r < t->rank && code == RA_OK; r++) {
-        list[r] = ra_tcp_resolve(t->d.addresses[r], 0);
+        list[r] = ra_tcp_resolve(t->d.addresses[r], 0, &why);
         if (!list[r])
-            code = ra_tcp_refuse(&t->d, RA_E_RANGE, "addresses",
-                                 "of rank %d is no \"host:port\" that is known here: %s", r,
-                                 t->d.addresses[r]);
+            code = ra_tcp_refuse(&t->d, RA_E_RANGE, "addresses", "of rank %d, %s: %s", r,
+                                 t->d.addresses[r], gai_strerror(why));
     }
-    while (code >= 0 && (missing = ra_tcp_missing(t)) >= 0) {
+    while (code >= 0 && (missing = ra_tcp_missing(t, &others)) >= 0) {
         code = ra_tcp_round(t, list);
-        if (code >= 0 && ra_now_ns() - begin > t->d.connect_ns) code = RA_E_TIMEOUT;
-        if (code == RA_E_TIMEOUT)
-            (void)ra_tcp_refuse(&t->d, code, "connect_ns",
-                                "%lld ms have passed without rank %d%s%s",
-                                (long long)(t->d.connect_ns / RA_TCP_MS), missing,
-                                t->note[0] ? "; " : "", t->note);
-        else if (code < 0) (void)ra_tcp_refuse(&t->d, code, "handshake", "%s", t->note);
+        if (code < 0) (void)ra_tcp_refuse(&t->d, code, "handshake", "%s", t->note);
+        else if (ra_now_ns() - begin > t->d.connect_ns) code = ra_tcp_late(t, missing, others);
     }
     for (int r = 0; list && r < t->rank; r++) if (list[r]) freeaddrinfo(list[r]);
     free(list);
@@ -877,14 +1100,15 @@ static RA_TCP_UNUSED ra_status ra_tcp_connect(ra_tcp *t) {
  * A call holds `busy` except while it sleeps. abort does not wait for it: if it is held, the holder
  * tells the peers, because it checks `why` once more after it has released `busy`. */
 
-/* Sends this rank's abort to all peers, once. */
-static RA_TCP_UNUSED void ra_tcp_tell(ra_tcp *t) {
+/* Sends this rank's abort, or without one a farewell, to all peers, once. */
+static RA_TCP_UNUSED void ra_tcp_tell(ra_tcp *t, int farewell) {
     int why = __atomic_load_n(&t->why, __ATOMIC_SEQ_CST);
-    if (!why || t->told) return;
+    if ((!why && !farewell) || t->told) return;
     __atomic_store_n(&t->told, 1, __ATOMIC_SEQ_CST);
     for (int r = 0; r < t->ranks; r++) {
         ra_tcp_conn *c = &t->conn[r];
-        ra_tcp_head h = ra_tcp_head_of(RA_TCP_ABORT, 0, (uint64_t)-(int64_t)why & 255);
+        ra_tcp_head h = ra_tcp_head_of(why ? RA_TCP_ABORT : RA_TCP_GRANT, 0,
+                                       (uint64_t)-(int64_t)why & 255);
         if (c->fd < 0) continue;
         if (!c->hush && ra_tcp_write(c) == 1) {
             ra_tcp_stage(t, c, &h, NULL);
@@ -902,7 +1126,7 @@ static RA_TCP_UNUSED void ra_tcp_enter(ra_tcp *t) {
 
 static RA_TCP_UNUSED void ra_tcp_leave(ra_tcp *t) {
     do {
-        ra_tcp_tell(t);
+        ra_tcp_tell(t, 0);
         __atomic_store_n(&t->busy, 0, __ATOMIC_SEQ_CST);
     } while (__atomic_load_n(&t->why, __ATOMIC_SEQ_CST) &&
              !__atomic_load_n(&t->told, __ATOMIC_SEQ_CST) &&
@@ -915,11 +1139,41 @@ static RA_TCP_UNUSED int ra_tcp_failure(const ra_tcp *t) {
 }
 
 /* -------------------------------------------------------------------------- callbacks */
+static RA_TCP_UNUSED void ra_tcp_enlist(ra_tcp *t, ra_tcp_conn *c) {
+    if (!c->listed) t->list[t->active++] = c->peer;
+    c->listed = 1;
+}
+
+/* Lists what poll(2) looks at: open sockets, those of the list or all. Returns how many. */
+static RA_TCP_UNUSED int ra_tcp_watch(ra_tcp *t, int all) {
+    int n = 0;
+    for (int i = 0; i < (all ? t->ranks : t->active); i++) {
+        ra_tcp_conn *c = &t->conn[all ? i : t->list[i]];
+        int writes = !c->hush && c->out_at < c->out_len + c->out_body;
+        if (c->fd >= 0) n = ra_tcp_await(t, n, c, writes ? POLLIN | POLLOUT : POLLIN);
+    }
+    return n;
+}
+
+/* Moves bytes of the connections that have ops or an unfinished frame. The others may bring an abort
+ * or break: one call looks at all of them from time to time. */
 static RA_TCP_UNUSED void ra_tcp_move(ra_tcp *t) {
-    for (int r = 0; r < t->ranks && !ra_tcp_failure(t); r++) {
-        ra_tcp_conn *c = &t->conn[r];
+    const int64_t now = ra_now_ns();
+    if (now - t->swept_ns >= RA_TCP_SWEEP_NS) {
+        int n = ra_tcp_watch(t, 1);
+        t->swept_ns = now;
+        if (poll(t->fds, (nfds_t)n, 0) > 0)
+            for (int i = 0; i < n; i++) if (t->fds[i].revents) ra_tcp_enlist(t, t->who[i]);
+    }
+    for (int i = 0; i < t->active && !ra_tcp_failure(t);) {
+        ra_tcp_conn *c = &t->conn[t->list[i]];
         if (c->fd >= 0) ra_tcp_drink(t, c);
         if (c->fd >= 0) ra_tcp_flush(t, c);
+        if (c->fd >= 0 && (ra_tcp_has_ops(c) || c->in_at || c->in_body || c->out_len)) i++;
+        else {
+            c->listed = 0;
+            t->list[i] = t->list[--t->active];
+        }
     }
 }
 
@@ -950,6 +1204,7 @@ static RA_TCP_UNUSED void ra_tcp_queue_op(ra_tcp *t, ra_transport_op *op) {
     if (q->last) q->last->scratch[RA_TCP_NEXT] = op;
     else q->first = op;
     q->last = op;
+    ra_tcp_enlist(t, c);
     if (op->kind == RA_MSG_RECV) c->to_grant[op->channel]++;
 }
 
@@ -965,10 +1220,7 @@ static RA_TCP_UNUSED int ra_tcp_post(void *ctx, ra_transport_op *const *ops, int
             if (failure) ops[i]->state = failure;
             else ra_tcp_queue_op(t, ops[i]);
         }
-    for (int r = 0; r < t->ranks && !failure; r++) {
-        ra_tcp_conn *c = &t->conn[r];
-        if (c->fd >= 0) ra_tcp_flush(t, c);
-    }
+    for (int i = 0; i < t->active && !failure; i++) ra_tcp_flush(t, &t->conn[t->list[i]]);
     ra_tcp_leave(t);
     return failure;
 }
@@ -984,30 +1236,16 @@ static RA_TCP_UNUSED int ra_tcp_poll(void *ctx, ra_transport_op *const *ops, int
     return failure;
 }
 
-/* Lists what wait sleeps on: all open sockets, and last the pipe. Under `busy`. Returns the number
- * of sockets. */
-static RA_TCP_UNUSED int ra_tcp_watch(ra_tcp *t) {
-    int n = 0;
-    for (int r = 0; r < t->ranks; r++) {
-        const ra_tcp_conn *c = &t->conn[r];
-        int writes = !c->hush && c->out_at < c->out_len + c->out_body;
-        if (c->fd < 0) continue;
-        t->fds[n].fd = c->fd;
-        t->fds[n].events = (short)(writes ? POLLIN | POLLOUT : POLLIN);
-        t->fds[n++].revents = 0;
-    }
+/* Sleeps until one of n sockets of ra_tcp_watch is ready, an abort or the deadline, and at most
+ * until all connections are looked at again. */
+static RA_TCP_UNUSED void ra_tcp_sleep(ra_tcp *t, int n, int64_t deadline_ns) {
+    int64_t left = t->swept_ns + RA_TCP_SWEEP_NS - ra_now_ns();
+    char drain[64];
+    if (deadline_ns && deadline_ns - ra_now_ns() < left) left = deadline_ns - ra_now_ns();
+    if (left <= 0) return;
     t->fds[n].fd = t->wake[0];
     t->fds[n].events = POLLIN;
     t->fds[n].revents = 0;
-    return n;
-}
-
-/* Sleeps until a socket is ready, an abort or the deadline, at most a second. */
-static RA_TCP_UNUSED void ra_tcp_sleep(ra_tcp *t, int n, int64_t deadline_ns) {
-    int64_t left = deadline_ns ? deadline_ns - ra_now_ns() : 1000 * RA_TCP_MS;
-    char drain[64];
-    if (left <= 0) return;
-    if (left > 1000 * RA_TCP_MS) left = 1000 * RA_TCP_MS;
     left = (left + RA_TCP_MS - 1) / RA_TCP_MS;
     if (poll(t->fds, (nfds_t)n + 1, (int)left) > 0 && t->fds[n].revents)
         while (read(t->wake[0], drain, sizeof drain) == (ssize_t)sizeof drain) {}
@@ -1023,7 +1261,7 @@ static RA_TCP_UNUSED int ra_tcp_wait(void *ctx, ra_transport_op *const *ops, int
         ra_tcp_move(t);
         left = ra_tcp_settle(t, ops, n);
         failure = ra_tcp_failure(t);
-        sockets = ra_tcp_watch(t);
+        sockets = ra_tcp_watch(t, 0);
         ra_tcp_leave(t);
         if (failure || left == 0 || left < before) return failure;
         if (deadline_ns && ra_now_ns() >= deadline_ns) return RA_OK;
@@ -1059,7 +1297,8 @@ static RA_TCP_UNUSED void ra_tcp_drain(ra_tcp *t, int64_t deadline_ns) {
             else open = 1;
         }
         if (open && ra_now_ns() >= deadline_ns) return;
-        if (open) ra_tcp_sleep(t, ra_tcp_watch(t), deadline_ns);
+        t->swept_ns = ra_now_ns();
+        if (open) ra_tcp_sleep(t, ra_tcp_watch(t, 1), deadline_ns);
     }
 }
 
@@ -1091,7 +1330,7 @@ static RA_TCP_UNUSED void ra_tcp_free(ra_tcp *t) {
         free(t->conn[r].out_buf);
         free(t->conn[r].in_buf);
     }
-    for (int i = 0; t->stranger && i < RA_TCP_STRANGERS; i++) {
+    for (int i = 0; t->stranger && i < t->places; i++) {
         ra_tcp_drop(&t->stranger[i], RA_E_PEER);
         free(t->stranger[i].out_buf);
         free(t->stranger[i].in_buf);
@@ -1100,9 +1339,12 @@ static RA_TCP_UNUSED void ra_tcp_free(ra_tcp *t) {
     for (int i = 0; i < 2; i++) if (t->wake[i] >= 0) close(t->wake[i]);
 #ifdef RA_TCP_SODIUM
     sodium_memzero(t->key, sizeof t->key);
+    if (t->waste) sodium_memzero(t->waste, RA_TCP_PLAIN);
 #endif
     free(t->conn);
     free(t->stranger);
+    free(t->list);
+    free(t->who);
     free(t->fds);
     free(t->waste);
     free(t);
@@ -1114,9 +1356,13 @@ static RA_TCP_UNUSED ra_status ra_tcp_check(const ra_tcp_desc *d) {
     if (d->rank < 0 || d->rank >= d->ranks)
         return ra_tcp_refuse(d, RA_E_RANGE, "rank", "must be 0 to %d, is %d", (int)d->ranks - 1,
                              (int)d->rank);
-    for (int r = 0; r < d->ranks && d->ranks > 1; r++)
+    for (int r = 0; r < d->ranks && d->ranks > 1; r++) {
         if (!d->addresses || !d->addresses[r])
             return ra_tcp_refuse(d, RA_E_NULL, "addresses", "of rank %d is not given", r);
+        if (ra_tcp_port(d->addresses[r]) < 1)
+            return ra_tcp_refuse(d, RA_E_RANGE, "addresses", "of rank %d is no \"host:port\" with a "
+                                 "port of 1 to 65535: %s", r, d->addresses[r]);
+    }
     if (d->connect_ns < 0)
         return ra_tcp_refuse(d, RA_E_RANGE, "connect_ns", "%lld is negative",
                              (long long)d->connect_ns);
@@ -1165,14 +1411,22 @@ static RA_TCP_UNUSED void ra_tcp_fill(ra_tcp *t) {
 /* Allocates, and opens the pipe and the listening socket. */
 static RA_TCP_UNUSED ra_status ra_tcp_begin(ra_tcp *t) {
     size_t bytes = RA_TCP_TALK + (t->sealed ? (size_t)RA_TCP_SEALED + RA_TCP_HEAD : (size_t)0);
+    struct rlimit most;
     int port = 0;
+    t->places = t->ranks + RA_TCP_STRANGERS;
+    if (!getrlimit(RLIMIT_NOFILE, &most) && most.rlim_cur < (rlim_t)t->ranks + 9)
+        return ra_tcp_refuse(&t->d, RA_E_IO, "ranks", "%d ranks need at least %d descriptors, the "
+                             "limit is %lld (ulimit -n)", (int)t->ranks, (int)t->ranks + 9,
+                             (long long)most.rlim_cur);
     t->conn = (ra_tcp_conn *)calloc((size_t)t->ranks, sizeof *t->conn);
-    t->stranger = (ra_tcp_conn *)calloc(RA_TCP_STRANGERS, sizeof *t->stranger);
-    t->fds = (struct pollfd *)calloc((size_t)t->ranks + RA_TCP_STRANGERS + 2, sizeof *t->fds);
+    t->stranger = (ra_tcp_conn *)calloc((size_t)t->places, sizeof *t->stranger);
+    t->list = (int32_t *)calloc((size_t)t->ranks, sizeof *t->list);
+    t->who = (ra_tcp_conn **)calloc((size_t)(t->ranks + t->places) + 2, sizeof *t->who);
+    t->fds = (struct pollfd *)calloc((size_t)(t->ranks + t->places) + 2, sizeof *t->fds);
     t->waste = (uint8_t *)malloc(RA_TCP_PLAIN);
-    if (!t->conn || !t->stranger || !t->fds || !t->waste ||
+    if (!t->conn || !t->stranger || !t->list || !t->who || !t->fds || !t->waste ||
         !ra_tcp_conns(t->conn, t->ranks, t, bytes) ||
-        !ra_tcp_conns(t->stranger, RA_TCP_STRANGERS, t, RA_TCP_TALK))
+        !ra_tcp_conns(t->stranger, t->places, t, RA_TCP_TALK))
         return ra_tcp_refuse(&t->d, RA_E_NOMEM, "ranks", "no memory for %d connections", t->ranks);
     if (pipe(t->wake) || ra_tcp_prepare(t->wake[0]) || ra_tcp_prepare(t->wake[1]))
         return ra_tcp_refuse(&t->d, RA_E_IO, "wake", "no pipe: %s", strerror(errno));
@@ -1214,7 +1468,10 @@ static RA_TCP_UNUSED ra_status ra_tcp_open(ra_tcp **out, const ra_tcp_desc *d) {
         ra_tcp_free(t);
         return s;
     }
-    for (int i = 0; i < RA_TCP_STRANGERS; i++) ra_tcp_drop(&t->stranger[i], RA_E_PEER);
+    for (int i = 0; i < t->places; i++) ra_tcp_drop(&t->stranger[i], RA_E_PEER);
+#ifdef RA_TCP_SODIUM
+    sodium_memzero(t->key, sizeof t->key);
+#endif
     if (t->listener >= 0) close(t->listener);
     t->listener = -1;
     ra_tcp_fill(t);
@@ -1227,8 +1484,7 @@ static RA_TCP_UNUSED const ra_transport *ra_tcp_transport(ra_tcp *t) { return &t
 /* Call it after the rings on it; null is fine. */
 static RA_TCP_UNUSED void ra_tcp_close(ra_tcp *t) {
     if (!t) return;
-    for (int r = 0; r < t->ranks; r++)
-        if (t->conn[r].fd >= 0) (void)shutdown(t->conn[r].fd, SHUT_WR);
+    ra_tcp_tell(t, 1);
     ra_tcp_drain(t, ra_now_ns() + RA_TCP_DRAIN_NS);
     ra_tcp_free(t);
 }
@@ -1236,4 +1492,5 @@ static RA_TCP_UNUSED void ra_tcp_close(ra_tcp *t) {
 #undef RA_TCP_MS
 #undef RA_TCP_SHAKE_NS
 #undef RA_TCP_DRAIN_NS
+#undef RA_TCP_SWEEP_NS
 #endif
