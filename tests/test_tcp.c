@@ -4,7 +4,24 @@
  * stays on 127.0.0.1 and ::1. */
 #define _POSIX_C_SOURCE 200809L
 #include "ringattn.h"
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+
+/* Sees what ra_tcp.h frees, and counts how often it reads from sockets. */
+static void tn_free(void *p);
+static ssize_t tn_recv(int fd, void *buf, size_t n, int flags);
+static int tn_reads;
+#define free(p) tn_free(p)
+#define recv tn_recv
 #include "examples/transports/ra_tcp.h"
+#undef free
+#undef recv
+#include <malloc.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
 #include "tests/harness.h"
 #include "tests/conformance/conformance.h"
 
@@ -22,6 +39,36 @@ typedef struct tn_world {
 } tn_world;
 
 static const char tn_key[32] = "thirty-two bytes of test secret";
+
+/* 32 secret bytes each, and in how many freed blocks they were still there. */
+static uint8_t tn_secret[4][32];
+static int tn_secrets, tn_left;
+
+static void tn_free(void *p) {
+    const uint8_t *block = (const uint8_t *)p;
+    size_t n = p && tn_secrets ? malloc_usable_size(p) : 0;
+    for (size_t i = 0; i + 32 <= n; i++)
+        for (int k = 0; k < tn_secrets; k++) tn_left += !memcmp(block + i, tn_secret[k], 32);
+    free(p);
+}
+
+static ssize_t tn_recv(int fd, void *buf, size_t n, int flags) {
+    __atomic_add_fetch(&tn_reads, 1, __ATOMIC_RELAXED);
+    return recv(fd, buf, n, flags);
+}
+
+/* Descriptors for a test; 0: the hard limit is lower, and the test is skipped. */
+static int tn_descriptors(int n) {
+    struct rlimit most;
+    if (getrlimit(RLIMIT_NOFILE, &most)) return 0;
+    if (most.rlim_cur < (rlim_t)n) {
+        most.rlim_cur = most.rlim_max < (rlim_t)n ? most.rlim_max : (rlim_t)n;
+        (void)setrlimit(RLIMIT_NOFILE, &most);
+    }
+    if (most.rlim_cur >= (rlim_t)n) return 1;
+    h_skip("needs more descriptors (ulimit -Hn)");
+    return 0;
+}
 
 static tn_world *tn_make(const char *host, int ranks, int rings) {
     tn_world *w = (tn_world *)calloc(1, sizeof *w);
@@ -516,6 +563,10 @@ TEST(strangers) {
     ra_tcp_desc zero = tn_desc(w, 0, 0), one = tn_desc(w, 0, 1);
     int fd[SILENT + 2], again;
     tn_opening o[2];
+    if (!tn_descriptors(SILENT + 2 + RA_TCP_STRANGERS + 50)) {
+        tn_end(w);
+        return;
+    }
     tn_start(&o[0], &zero);
     for (int i = 0; i < SILENT + 2; i++) CHECK((fd[i] = tn_call(w->at[0][0])) >= 0);
     CHECK(send(fd[SILENT], nonsense, sizeof nonsense, MSG_NOSIGNAL) > 0);
@@ -535,6 +586,135 @@ TEST(strangers) {
     ra_tcp_close(o[1].tcp);
     tn_end(w);
 }
+
+/* -------------------------------------------------------------------------- many ranks */
+enum { TN_MANY = 256 };
+typedef struct tn_crowd {
+    int ranks, fd[TN_MANY];
+    char text[TN_MANY][32];
+    const char *at[TN_MANY];
+} tn_crowd;
+
+/* Connects to every port again and again, and says nothing, or in every other lot of calls the hello
+ * of another run. Another user where that is possible. */
+static void tn_flood(const tn_crowd *c) {
+    enum { HELD = 200 };
+    int held[HELD], calls = 0;
+    struct sockaddr_in to = { 0 };
+    ra_tcp_hello hello = { 0 };
+    memcpy(hello.magic, "ra_tcp\r\n", 8);
+    hello.order = 0x01020304;
+    hello.version = RA_TCP_VERSION;
+    hello.world = 999;
+    hello.sealed = RA_TCP_START != 0;
+    to.sin_family = AF_INET;
+    to.sin_addr.s_addr = htonl(0x7F000001);
+    for (int i = 0; i < HELD; i++) held[i] = -1;
+    for (int r = 0; r < c->ranks; r++) close(c->fd[r]);
+    if (getuid() == 0 && setuid(65534)) _exit(1);
+    alarm(120);
+    for (;; calls++) {
+        int *fd = &held[calls % HELD];
+        if (*fd >= 0) close(*fd);
+        *fd = socket(AF_INET, SOCK_STREAM, 0);
+        if (*fd < 0) continue;
+        (void)fcntl(*fd, F_SETFL, O_NONBLOCK);
+        to.sin_port = htons((uint16_t)atoi(strrchr(c->text[calls % c->ranks], ':') + 1));
+        (void)connect(*fd, (struct sockaddr *)&to, sizeof to);
+        if (calls / HELD % 2) (void)send(*fd, &hello, sizeof hello, MSG_NOSIGNAL | MSG_DONTWAIT);
+    }
+}
+
+/* One rank: opens, passes a message to the next one, closes. */
+static int tn_member(const tn_crowd *c, int rank, int64_t ms) {
+    ra_tcp_desc d = { 0 };
+    ra_tcp *tcp = NULL;
+    ra_error why;
+    ra_transport_op op[2], *list[2] = { &op[0], &op[1] };
+    int in = -1, out = rank;
+    alarm(120);
+    for (int r = 0; r < c->ranks; r++) if (r != rank) close(c->fd[r]);
+    d.rank = rank;
+    d.ranks = c->ranks;
+    d.addresses = c->at;
+    d.listen_fd = c->fd[rank];
+    d.connect_ns = ms * TN_MS;
+    d.error = &why;
+#ifdef RA_TCP_SODIUM
+    d.key = tn_key;
+#endif
+    if (ra_tcp_open(&tcp, &d)) {
+        printf("rank %d: %s: %s\n", rank, why.field, why.text);
+        return 1;
+    }
+    memset(op, 0, sizeof op);
+    op[0].kind = RA_MSG_RECV;
+    op[0].peer = (rank + c->ranks - 1) % c->ranks;
+    op[0].buf = &in;
+    op[1].kind = RA_MSG_SEND;
+    op[1].peer = (rank + 1) % c->ranks;
+    op[1].buf = &out;
+    op[0].len = op[1].len = sizeof in;
+    (void)ra_tcp_post(tcp, list, 2);
+    for (int64_t until = ra_deadline_ms(ms); ra_now_ns() < until;) {
+        if (ra_tcp_wait(tcp, list, 2, ra_deadline_ms(2))) break;
+        if (op[0].state != RA_MSG_PENDING && op[1].state != RA_MSG_PENDING) break;
+    }
+    if (op[0].state != RA_MSG_DONE || op[1].state != RA_MSG_DONE || in != op[0].peer) {
+        printf("rank %d: states %d %d, %s\n", rank, op[0].state, op[1].state, tcp->text);
+        return 1;
+    }
+    ra_tcp_close(tcp);
+    return 0;
+}
+
+/* Returns how many ranks failed. */
+static int tn_world_of(int ranks, int flooded, int64_t ms) {
+    static tn_crowd c;
+    static pid_t pid[TN_MANY];
+    int failed = 0, port = 0, status;
+    pid_t flood = -1;
+    c.ranks = ranks;
+    for (int r = 0; r < ranks; r++) {
+        c.fd[r] = ra_tcp_listen("127.0.0.1:0", &port);
+        if (c.fd[r] < 0) abort();
+        snprintf(c.text[r], sizeof c.text[r], "127.0.0.1:%d", port);
+        c.at[r] = c.text[r];
+    }
+    fflush(NULL);
+    if (flooded && (flood = fork()) == 0) tn_flood(&c);
+    if (flooded) cf_sleep_us(100000);
+    for (int r = 0; r < ranks; r++) {
+        if (flooded && ranks < 8) cf_sleep_us(30000);
+        pid[r] = fork();
+        if (pid[r] == 0) exit(tn_member(&c, r, ms));
+    }
+    for (int r = 0; r < ranks; r++) {
+        close(c.fd[r]);
+        failed += pid[r] < 0 || waitpid(pid[r], &status, 0) < 0 || status != 0;
+    }
+    if (flood > 0) {
+        kill(flood, SIGKILL);
+        waitpid(flood, &status, 0);
+    }
+    return failed;
+}
+
+/* Rings form with more ranks than there are places for strangers, and while a process that is no
+ * rank calls all of them as fast as it can. */
+static void tn_many(int worlds, int ranks, int flooded) {
+    if (!tn_descriptors(2 * ranks + RA_TCP_STRANGERS + 50)) return;
+    for (int i = 0; i < worlds; i++) {
+        int64_t begin = ra_now_ns();
+        if (!h_case(i)) continue;
+        CHECK_EQ(tn_world_of(ranks, flooded, 60000), 0);
+        if (h_run.verbose) printf("%d ranks%s: %lld ms\n", ranks, flooded ? ", flooded" : "",
+                                  (long long)((ra_now_ns() - begin) / TN_MS));
+    }
+}
+TEST(many_ranks) { tn_many(h_run.large ? 20 : 1, h_run.large ? 256 : 48, 0); }
+TEST(many_ranks_flooded) { tn_many(h_run.large ? 20 : 1, h_run.large ? 256 : 24, 1); }
+TEST(few_ranks_flooded) { tn_many(h_run.large ? 40 : 4, 3, 1); }
 
 /* -------------------------------------------------------------------------- in between
  * A relay on the path of rank 1 to rank 0: passes bytes on, keeps a copy of what rank 1 sends, and
@@ -714,7 +894,8 @@ int main(int argc, char **argv) {
         ENTRY(killed_rank), ENTRY(stopped_rank), ENTRY(cut_rank), ENTRY(garbage_of_a_rank),
         ENTRY(ranks_that_disagree), ENTRY(the_reason_is_kept),
         ENTRY(another_byte_order), ENTRY(no_peer_answers), ENTRY(longest_patience),
-        ENTRY(listens_on_its_own_address_alone), ENTRY(strangers), ENTRY(bytes_changed_on_the_way),
+        ENTRY(listens_on_its_own_address_alone), ENTRY(strangers), ENTRY(many_ranks),
+        ENTRY(many_ranks_flooded), ENTRY(few_ranks_flooded), ENTRY(bytes_changed_on_the_way),
 #ifdef RA_TCP_SODIUM
         ENTRY(wrong_key), ENTRY(replayed_handshake), ENTRY(nothing_in_the_clear),
 #else

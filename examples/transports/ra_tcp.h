@@ -1063,7 +1063,7 @@ static RA_TCP_UNUSED int ra_tcp_round(ra_tcp *t, struct addrinfo *const *list) {
             n = ra_tcp_await(t, n, c, (reads ? POLLIN : 0) | (writes ? POLLOUT : 0));
     }
     if (t->listener >= 0 && now >= t->deaf_ns) n = ra_tcp_await(t, n, NULL, POLLIN);
-    if (poll(t->fds, (nfds_t)n, 20) < 0 && errno != EINTR) {
+    if (poll(t->fds, (nfds_t)n, 20 + t->ranks / 4) < 0 && errno != EINTR) {
         ra_tcp_note(t, "poll: %s", strerror(errno));
         return RA_E_IO;
     }
