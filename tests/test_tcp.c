@@ -587,6 +587,162 @@ TEST(strangers) {
     tn_end(w);
 }
 
+/* -------------------------------------------------------------------------- what a sentence says */
+/* ra_tcp_open of one rank of two fails like this. */
+static void tn_says(const ra_tcp_desc *d, int status, const char *one, const char *two) {
+    ra_tcp_desc mine = *d;
+    ra_tcp *tcp = NULL;
+    ra_error why = { 0 };
+    mine.error = &why;
+    CHECK_EQ(ra_tcp_open(&tcp, &mine), status);
+    if (!CHECK(strstr(why.text, one) != NULL && strstr(why.text, two) != NULL))
+        printf("    it says: %s: %s\n", why.field, why.text);
+    ra_tcp_close(tcp);
+}
+
+/* Who is missing, at which address in numbers, and what the last try came to. */
+TEST(who_is_missing) {
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    ra_tcp_desc d = tn_desc(w, 0, 1);
+    const char *at[2];
+    char text[40];
+    int fd[8];
+    d.listen_fd = 0;
+    d.connect_ns = 300 * TN_MS;
+    at[0] = text;
+    at[1] = w->at[0][1];
+    d.addresses = at;
+    snprintf(text, sizeof text, "localhost%s", strchr(w->at[0][0], ':'));
+    tn_says(&d, RA_E_TIMEOUT, "without rank 0 at localhost:", "1:");
+    tn_says(&d, RA_E_TIMEOUT, "a loopback address", "accepts connections, but says nothing");
+    for (int i = 0; i < 8; i++) {      /* of a full queue the system drops the requests */
+        struct addrinfo *a = ra_tcp_resolve(w->at[0][0], 0, &fd[0]);
+        fd[i] = a ? socket(AF_INET, SOCK_STREAM, 0) : -1;
+        if (i == 0) (void)listen(w->fd[0][0], 0);
+        (void)fcntl(fd[i], F_SETFL, O_NONBLOCK);
+        if (a) (void)connect(fd[i], a->ai_addr, a->ai_addrlen);
+        if (a) freeaddrinfo(a);
+    }
+    tn_says(&d, RA_E_TIMEOUT, "does not answer requests to connect", " ms ago");
+    for (int i = 0; i < 8; i++) close(fd[i]);
+    close(w->fd[0][0]);
+    w->fd[0][0] = -1;
+    tn_says(&d, RA_E_TIMEOUT, "without rank 0 at localhost:", "Connection refused");
+    d.rank = 0;
+    at[0] = w->at[0][0];
+    tn_says(&d, RA_E_TIMEOUT, "without rank 1, which has not called this one at 127.0.0.1:",
+            "a loopback address");
+    d.rank = 1;
+    at[0] = "no-such-host.invalid:4000";
+    tn_says(&d, RA_E_RANGE, "of rank 0, no-such-host.invalid:4000", "");
+    tn_end(w);
+}
+
+TEST(addresses_that_are_none) {
+    static const char *const bad[] = { "127.0.0.1:99999", "127.0.0.1:65536", "127.0.0.1:0", ":4000",
+                                       "127.0.0.1:", "127.0.0.1", "::1:4000", "127.0.0.1:-1", "",
+                                       "127.0.0.1:http", "[::1:4000", "127.0.0.1:4 ", "a]:80:4" };
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    for (int i = 0; i < 2 * (int)(sizeof bad / sizeof *bad); i++) {
+        ra_tcp_desc d = tn_desc(w, 0, i & 1);
+        const char *at[2];
+        d.listen_fd = 0;
+        d.connect_ns = 300 * TN_MS;
+        at[0] = bad[i / 2];
+        at[1] = w->at[0][1];
+        d.addresses = at;
+        tn_says(&d, RA_E_RANGE, "of rank 0 is no \"host:port\"", bad[i / 2]);
+        if (i / 2 != 2) CHECK(ra_tcp_listen(bad[i / 2], NULL) < 0);
+    }
+    tn_end(w);
+}
+
+/* Processor time of this process in ms. */
+static int64_t tn_cpu_ms(void) {
+    struct rusage u;
+    getrusage(RUSAGE_SELF, &u);
+    return (u.ru_utime.tv_sec + u.ru_stime.tv_sec) * 1000 +
+           (u.ru_utime.tv_usec + u.ru_stime.tv_usec) / 1000;
+}
+
+/* In a process of its own: rank 0 of three with `spare` free descriptors of `limit`. */
+static int tn_starved(tn_world *w, int limit, int spare) {
+    ra_tcp_desc d = tn_desc(w, 0, 0);
+    struct rlimit most;
+    int64_t cpu;
+    int bad = h_run.bad, fd = 3;
+    w->ranks = 3;
+    d.ranks = 3;
+    if (spare < 3) d.listen_fd = 0;
+    d.connect_ns = 600 * TN_MS;
+    getrlimit(RLIMIT_NOFILE, &most);
+    most.rlim_cur = (rlim_t)limit;
+    setrlimit(RLIMIT_NOFILE, &most);
+    while (fd >= 0 && fd < limit - spare - 1) fd = dup(0);
+    cpu = tn_cpu_ms();
+    if (spare > limit) tn_says(&d, RA_E_IO, "3 ranks need at least 12 descriptors, the limit is 11",
+                               "ulimit -n");
+    else if (spare < 3) tn_says(&d, RA_E_IO, "cannot listen on 127.0.0.1", "Too many open files");
+    else tn_says(&d, RA_E_TIMEOUT, "without rank 1", "no descriptor for a connection: Too many");
+    CHECK(tn_cpu_ms() - cpu < 200);
+    fflush(NULL);
+    return h_run.bad - bad;
+}
+
+/* Where descriptors end it is said, and nothing spins. Before that, callers have to leave. */
+TEST(few_descriptors) {
+    static const int limit[3] = { 11, 100, 100 }, spare[3] = { 999, 2, 3 };
+    for (int i = 0; i < 3; i++) {
+        tn_world *w = tn_make("127.0.0.1", 3, 1);
+        pid_t pid;
+        int fd[4];
+        if (!h_case(i)) { tn_end(w); continue; }
+        if (i == 1) close(w->fd[0][0]);
+        fflush(NULL);
+        pid = fork();
+        if (pid == 0) _exit(tn_starved(w, limit[i], spare[i]));
+        for (int k = 0; k < 4; k++) fd[k] = i == 2 ? tn_call(w->at[0][0]) : -1;
+        CHECK_EQ(tn_reap(pid, 5000), 0);
+        for (int k = 0; k < 4; k++) if (fd[k] >= 0) close(fd[k]);
+        if (i == 1) w->fd[0][0] = -1;
+        tn_end(w);
+    }
+}
+
+/* With descriptors for the ring and hardly more it forms, although many call. */
+TEST(descriptors_that_do) {
+    enum { CALLERS = 60 };
+    tn_world *w = tn_make("127.0.0.1", 3, 1);
+    ra_tcp_desc d[3];
+    tn_opening o[2];
+    int fd[CALLERS], status = -1;
+    pid_t pid;
+    for (int r = 0; r < 3; r++) d[r] = tn_desc(w, 0, r);
+    fflush(NULL);
+    pid = fork();
+    if (pid == 0) {
+        struct rlimit most;
+        ra_tcp *tcp = NULL;
+        alarm(60);
+        getrlimit(RLIMIT_NOFILE, &most);
+        most.rlim_cur = 24;
+        setrlimit(RLIMIT_NOFILE, &most);
+        status = ra_tcp_open(&tcp, &d[0]);
+        cf_sleep_us(100000);
+        ra_tcp_close(tcp);
+        _exit(status != RA_OK);
+    }
+    for (int i = 0; i < CALLERS; i++) fd[i] = tn_call(w->at[0][0]);
+    cf_sleep_us(50000);
+    for (int r = 0; r < 2; r++) tn_start(&o[r], &d[r + 1]);
+    for (int r = 0; r < 2; r++) CHECK_EQ(tn_join_open(&o[r]), RA_OK);
+    CHECK_EQ(tn_reap(pid, 15000), 0);
+    for (int r = 0; r < 2; r++) ra_tcp_close(o[r].tcp);
+    for (int i = 0; i < CALLERS; i++) if (fd[i] >= 0) close(fd[i]);
+    close(d[0].listen_fd);
+    tn_end(w);
+}
+
 /* -------------------------------------------------------------------------- many ranks */
 enum { TN_MANY = 256 };
 typedef struct tn_crowd {
@@ -718,18 +874,25 @@ TEST(few_ranks_flooded) { tn_many(h_run.large ? 40 : 4, 3, 1); }
 
 /* -------------------------------------------------------------------------- in between
  * A relay on the path of rank 1 to rank 0: passes bytes on, keeps a copy of what rank 1 sends, and
- * changes it from byte `spoil` on. */
+ * changes it from byte `spoil` on. It closes the first connection after `cut` bytes of rank 1, or
+ * of rank 0 with cut_back, and relays the next one. */
 typedef struct tn_path {
     int listener, stop;                /* stop: atomic */
     const char *to;
     size_t spoil, kept;                /* 0: never */
+    size_t cut, passed[2];             /* bytes, cut 0: never */
+    int cut_back, calls;
     uint8_t copy[20000];
     pthread_t id;
 } tn_path;
 
 static int tn_relay(tn_path *p, int from, int to, int keeps) {
     uint8_t buf[4096];
-    ssize_t n = recv(from, buf, sizeof buf, MSG_DONTWAIT);
+    const int counts = p->cut && p->calls == 1 && keeps != p->cut_back;
+    size_t most = counts && p->cut < sizeof buf + p->passed[keeps] ? p->cut - p->passed[keeps]
+                                                                   : sizeof buf;
+    ssize_t n = most ? recv(from, buf, most, MSG_DONTWAIT) : 0;
+    if (n > 0) p->passed[keeps] += (size_t)n;
     if (n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK)) return 0;
     for (ssize_t i = 0; i < n && keeps && p->kept < sizeof p->copy; i++) {
         if (p->spoil && p->kept >= p->spoil) buf[i] ^= 0x10;
@@ -740,18 +903,18 @@ static int tn_relay(tn_path *p, int from, int to, int keeps) {
 
 static void *tn_path_main(void *arg) {
     tn_path *p = (tn_path *)arg;
-    int a = -1, b = -1, open = 1;
-    while (!cf_load(&p->stop) && a < 0) {
-        a = accept(p->listener, NULL, NULL);
+    while (!cf_load(&p->stop)) {
+        int a = accept(p->listener, NULL, NULL), open = 1;
+        int b = a >= 0 ? tn_call(p->to) : -1;
+        p->calls += b >= 0;
+        while (!cf_load(&p->stop) && b >= 0 && open) {
+            open = tn_relay(p, a, b, 1) && tn_relay(p, b, a, 0);
+            cf_sleep_us(100);
+        }
+        if (a >= 0) close(a);
+        if (b >= 0) close(b);
         cf_sleep_us(500);
     }
-    if (a >= 0) b = tn_call(p->to);
-    while (!cf_load(&p->stop) && b >= 0 && open) {
-        open = tn_relay(p, a, b, 1) && tn_relay(p, b, a, 0);
-        cf_sleep_us(100);
-    }
-    if (a >= 0) close(a);
-    if (b >= 0) close(b);
     return NULL;
 }
 
@@ -781,6 +944,102 @@ static int tn_by_way_of(tn_path *p, tn_world *w) {
     pthread_join(p->id, NULL);
     close(p->listener);
     return got;
+}
+
+/* A connection that ends anywhere in its handshake or after it, while another rank is missing, is
+ * made anew, by whichever side sees it first. */
+TEST(cut_in_the_handshake) {
+    const size_t shake[2] = { RA_TCP_HELLO + RA_TCP_START + RA_TCP_HEAD + RA_TCP_A,
+                              RA_TCP_HELLO + RA_TCP_START + 2 * (RA_TCP_HEAD + RA_TCP_A) };
+    for (int i = 0; i < 2 * (int)shake[1]; i++) {
+        const int back = i & 1;
+        tn_world *w;
+        ra_tcp_desc d[3];
+        const char *at[3];
+        char text[32];
+        tn_opening o[3];
+        tn_path p = { 0 };
+        int port = 0;
+        p.cut = (size_t)i / 2 + 1;
+        p.cut_back = back;
+        if (p.cut > shake[back] || !h_case(i)) continue;
+        if (!h_run.large && p.cut != 1 && p.cut != RA_TCP_HELLO && p.cut < shake[0] - 1) continue;
+        if (!h_run.large && p.cut > shake[0] && p.cut < shake[1]) continue;
+        w = tn_make("127.0.0.1", 3, 1);
+        p.listener = ra_tcp_listen("127.0.0.1:0", &port);
+        snprintf(text, sizeof text, "127.0.0.1:%d", port);
+        p.to = w->at[0][0];
+        for (int r = 0; r < 3; r++) {
+            d[r] = tn_desc(w, 0, r);
+            at[r] = w->at[0][r];
+        }
+        at[0] = text;
+        d[1].addresses = at;
+        if (pthread_create(&p.id, NULL, tn_path_main, &p)) abort();
+        for (int r = 0; r < 2; r++) tn_start(&o[r], &d[r]);
+        for (int n = 0; n < 4000 && !cf_load(&p.calls); n++) cf_sleep_us(500);
+        cf_sleep_us(60000);
+        tn_start(&o[2], &d[2]);
+        for (int r = 0; r < 3; r++)
+            if (!CHECK_EQ(tn_join_open(&o[r]), RA_OK))
+                printf("    cut %zu back %d: %s\n", p.cut, back, o[r].why.text);
+        if (o[0].tcp && o[1].tcp) CHECK_EQ(tn_message(o[0].tcp, o[1].tcp), RA_MSG_DONE);
+        for (int r = 0; r < 3; r++) ra_tcp_close(o[r].tcp);
+        cf_store(&p.stop, 1);
+        pthread_join(p.id, NULL);
+        CHECK(p.calls >= 2);
+        close(p.listener);
+        tn_end(w);
+    }
+}
+
+/* A rank that gives up while the ring connects, and begins again, gets in. */
+TEST(a_rank_restarts) {
+    for (int restarts = 0; restarts < 2; restarts++) {
+        tn_world *w = tn_make("127.0.0.1", 3, 1);
+        ra_tcp_desc d[3];
+        tn_opening o[4];
+        if (!h_case(restarts)) { tn_end(w); continue; }
+        for (int r = 0; r < 3; r++) d[r] = tn_desc(w, 0, r);
+        d[restarts].connect_ns = 200 * TN_MS;
+        for (int r = 0; r < 2; r++) tn_start(&o[r], &d[r]);
+        CHECK_EQ(tn_join_open(&o[restarts]), RA_E_TIMEOUT);
+        CHECK(strstr(o[restarts].why.text, "without rank 2, which has not called") != NULL);
+        d[restarts].connect_ns = 10000 * TN_MS;
+        d[restarts].listen_fd = 0;
+        o[3] = o[1 - restarts];
+        tn_start(&o[restarts], &d[restarts]);
+        cf_sleep_us(100000);
+        tn_start(&o[2], &d[2]);
+        CHECK_EQ(tn_join_open(&o[restarts]), RA_OK);
+        CHECK_EQ(tn_join_open(&o[2]), RA_OK);
+        CHECK_EQ(tn_join_open(&o[1 - restarts]), RA_OK);
+        if (o[0].tcp && o[1].tcp) CHECK_EQ(tn_message(o[0].tcp, o[1].tcp), RA_MSG_DONE);
+        for (int r = 0; r < 3; r++) ra_tcp_close(o[r].tcp);
+        tn_end(w);
+    }
+}
+
+/* The second process that says that it is rank 1 is told so, and the first one stays. */
+TEST(two_processes_of_one_rank) {
+    tn_world *w = tn_make("127.0.0.1", 3, 1);
+    ra_tcp_desc d[3], again;
+    tn_opening o[3], second;
+    for (int r = 0; r < 3; r++) d[r] = tn_desc(w, 0, r);
+    again = d[1];
+    again.listen_fd = ra_tcp_listen("127.0.0.1:0", NULL);
+    again.connect_ns = 300 * TN_MS;
+    for (int r = 0; r < 2; r++) tn_start(&o[r], &d[r]);
+    cf_sleep_us(100000);
+    tn_start(&second, &again);
+    CHECK_EQ(tn_join_open(&second), RA_E_TIMEOUT);
+    if (!CHECK(strstr(second.why.text, "another process that is rank 1") != NULL))
+        printf("    it says: %s\n", second.why.text);
+    tn_start(&o[2], &d[2]);
+    for (int r = 0; r < 3; r++) CHECK_EQ(tn_join_open(&o[r]), RA_OK);
+    if (o[0].tcp && o[1].tcp) CHECK_EQ(tn_message(o[0].tcp, o[1].tcp), RA_MSG_DONE);
+    for (int r = 0; r < 3; r++) ra_tcp_close(o[r].tcp);
+    tn_end(w);
 }
 
 /* Bytes that change on the way. Nonsense in a head closes the connection, and in the sealed form so
@@ -895,7 +1154,11 @@ int main(int argc, char **argv) {
         ENTRY(ranks_that_disagree), ENTRY(the_reason_is_kept),
         ENTRY(another_byte_order), ENTRY(no_peer_answers), ENTRY(longest_patience),
         ENTRY(listens_on_its_own_address_alone), ENTRY(strangers), ENTRY(many_ranks),
-        ENTRY(many_ranks_flooded), ENTRY(few_ranks_flooded), ENTRY(bytes_changed_on_the_way),
+        ENTRY(many_ranks_flooded), ENTRY(few_ranks_flooded),
+        ENTRY(cut_in_the_handshake), ENTRY(a_rank_restarts), ENTRY(two_processes_of_one_rank),
+        ENTRY(who_is_missing), ENTRY(addresses_that_are_none),
+        ENTRY(few_descriptors), ENTRY(descriptors_that_do),
+        ENTRY(bytes_changed_on_the_way),
 #ifdef RA_TCP_SODIUM
         ENTRY(wrong_key), ENTRY(replayed_handshake), ENTRY(nothing_in_the_clear),
 #else

@@ -1025,9 +1025,10 @@ static RA_TCP_UNUSED ra_status ra_tcp_late(ra_tcp *t, int r, int others) {
 }
 
 /* A peer that closes while the ring connects, and that had not connected itself with all others, may
- * be one that starts again: it is missing. */
-static RA_TCP_UNUSED void ra_tcp_look_around(ra_tcp *t, int64_t now) {
-    if (now - t->swept_ns < 100 * RA_TCP_MS) return;
+ * be one that starts again: it is missing. Looks for such peers every 100 ms, and last. */
+static RA_TCP_UNUSED void ra_tcp_look_around(ra_tcp *t, int last) {
+    const int64_t now = ra_now_ns();
+    if (!last && now - t->swept_ns < 100 * RA_TCP_MS) return;
     t->swept_ns = now;
     for (int r = 0; r < t->ranks; r++) {
         ra_tcp_conn *c = &t->conn[r];
@@ -1050,7 +1051,7 @@ static RA_TCP_UNUSED int ra_tcp_await(ra_tcp *t, int n, ra_tcp_conn *c, int even
 static RA_TCP_UNUSED int ra_tcp_round(ra_tcp *t, struct addrinfo *const *list) {
     const int64_t now = ra_now_ns(), pause = (50 + t->ranks) * RA_TCP_MS;
     int n = 0, code = RA_OK;
-    ra_tcp_look_around(t, now);
+    ra_tcp_look_around(t, 0);
     for (int r = 0; r < t->rank; r++) {
         ra_tcp_conn *c = &t->conn[r];
         if (c->fd < 0 && now - c->since_ns > pause) ra_tcp_dial(t, c, list[r]);
@@ -1086,7 +1087,9 @@ static RA_TCP_UNUSED ra_status ra_tcp_connect(ra_tcp *t) {
             code = ra_tcp_refuse(&t->d, RA_E_RANGE, "addresses", "of rank %d, %s: %s", r,
                                  t->d.addresses[r], gai_strerror(why));
     }
-    while (code >= 0 && (missing = ra_tcp_missing(t, &others)) >= 0) {
+    while (code >= 0) {
+        if (ra_tcp_missing(t, &others) < 0) ra_tcp_look_around(t, 1);
+        if ((missing = ra_tcp_missing(t, &others)) < 0) break;
         code = ra_tcp_round(t, list);
         if (code < 0) (void)ra_tcp_refuse(&t->d, code, "handshake", "%s", t->note);
         else if (ra_now_ns() - begin > t->d.connect_ns) code = ra_tcp_late(t, missing, others);
