@@ -7,6 +7,9 @@
  *   ./ring_tcp --rank 0 10.0.0.1:4000 10.0.0.2:4000        on the first host, and
  *   ./ring_tcp --rank 1 10.0.0.1:4000 10.0.0.2:4000        on the second
  *
+ * Every rank is given the same addresses in the same order, and the same --tokens: a number made of
+ * these tells ranks of this job from those of another one, which are refused.
+ *
  * With -DRA_TCP_SODIUM and -lsodium, --key FILE takes 32 secret bytes from a file (head -c 32
  * /dev/urandom > FILE) that all hosts have; without a key this is for trusted networks only.
  *
@@ -17,6 +20,7 @@
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
 #include "transports/ra_tcp.h"
+#include "transports/ring_check.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -186,6 +190,7 @@ static int attend(const options *o, const ra_transport *tp) {
 /* Connects and attends. listen_fd: 0, or a socket made before. */
 static int run_rank(const options *o, int listen_fd) {
     static unsigned char key[32];
+    const int64_t agreed[4] = { o->tokens, HEADS, KV_HEADS, DIM };
     ra_tcp_desc d;
     ra_tcp *tcp = NULL;
     ra_error why;
@@ -196,7 +201,7 @@ static int run_rank(const options *o, int listen_fd) {
     d.ranks = o->ranks;
     d.addresses = o->at;
     d.listen_fd = listen_fd;
-    d.shape = (uint64_t)o->tokens;     /* ranks with another length are refused */
+    d.shape = ring_job_id("ring_tcp", o->at, o->ranks, agreed, 4);
     d.error = &why;
     if (o->key_file) {
         FILE *f = fopen(o->key_file, "rb");
@@ -209,6 +214,9 @@ static int run_rank(const options *o, int listen_fd) {
     }
     if (ra_tcp_open(&tcp, &d)) {
         fprintf(stderr, "rank %d: %s: %s\n", o->rank, why.field, why.text);
+        if (why.status == RA_E_MISMATCH)
+            fprintf(stderr, "All ranks need the same addresses in the same order, the same "
+                            "--tokens and the same version of this program.\n");
         return 1;
     }
     failed = attend(o, ra_tcp_transport(tcp));

@@ -587,6 +587,274 @@ TEST(strangers) {
     tn_end(w);
 }
 
+/* -------------------------------------------------------------------------- open connections */
+/* Opens all ranks of w on threads. */
+static void tn_open_all(tn_world *w, tn_opening *o) {
+    for (int r = 0; r < w->ranks; r++) {
+        ra_tcp_desc d = tn_desc(w, 0, r);
+        tn_start(&o[r], &d);
+    }
+    for (int r = 0; r < w->ranks; r++) {
+        CHECK_EQ(tn_join_open(&o[r]), RA_OK);
+        if (!o[r].tcp) abort();
+    }
+}
+
+static void tn_close_all(tn_world *w, tn_opening *o) {
+    for (int r = 0; r < w->ranks; r++) ra_tcp_close(o[r].tcp);
+    tn_end(w);
+}
+
+static ra_transport_op tn_op(int kind, int peer, void *buf, size_t len) {
+    ra_transport_op op;
+    memset(&op, 0, sizeof op);
+    op.kind = (uint8_t)kind;
+    op.peer = peer;
+    op.buf = buf;
+    op.len = len;
+    return op;
+}
+
+/* A message of another length fills the buffer as far as it goes; `done` is its whole length. The
+ * next message of the channel is not disturbed. */
+TEST(another_length) {
+    static const size_t sent[6] = { 100, 3000, 700000, 700000, 1, 64 };
+    static const size_t room[6] = { 3000, 100, 300000, 64, 2, 300000 };
+    static uint8_t out[700000], in[700064];
+    for (size_t i = 0; i < sizeof out; i++) out[i] = (uint8_t)(i * 7 + i / 251);
+    for (int i = 0; i < 6; i++) {
+        tn_world *w = tn_make("127.0.0.1", 2, 1);
+        const size_t got = sent[i] < room[i] ? sent[i] : room[i];
+        size_t beyond;
+        int64_t until = ra_deadline_ms(5000);
+        int next = 0, later = 77;
+        ra_transport_op op[4], *list[4];
+        tn_opening o[2];
+        if (!h_case(i)) { tn_end(w); continue; }
+        tn_open_all(w, o);
+        memset(in, 0xAA, sizeof in);
+        op[0] = tn_op(RA_MSG_RECV, 1, in, room[i]);
+        op[1] = tn_op(RA_MSG_RECV, 1, &next, sizeof next);
+        op[2] = tn_op(RA_MSG_SEND, 0, out, sent[i]);
+        op[3] = tn_op(RA_MSG_SEND, 0, &later, sizeof later);
+        for (int k = 0; k < 4; k++) list[k] = &op[k];
+        (void)ra_tcp_post(o[0].tcp, list, 2);
+        (void)ra_tcp_post(o[1].tcp, list + 2, 2);
+        while (op[1].state == RA_MSG_PENDING && ra_now_ns() < until) {
+            (void)ra_tcp_poll(o[0].tcp, list, 2);
+            (void)ra_tcp_poll(o[1].tcp, list + 2, 2);
+        }
+        CHECK_EQ(op[0].state, RA_E_TRUNC);
+        CHECK_EQ(op[0].done, sent[i]);
+        CHECK(!memcmp(in, out, got));
+        for (beyond = got; beyond < sizeof in && in[beyond] == 0xAA;) beyond++;
+        CHECK_EQ(beyond, sizeof in);
+        CHECK_EQ(op[1].state, RA_MSG_DONE);
+        CHECK_EQ(next, 77);
+        tn_close_all(w, o);
+    }
+}
+
+/* A connection without ops that is reset ends the wait for another rank at once, and so does one
+ * with ops. */
+TEST(reset_connection) {
+    for (int i = 0; i < 4; i++) {
+        const struct linger reset = { 1, 0 };
+        tn_world *w = tn_make("127.0.0.1", 3, 1);
+        int in = 0, code = RA_OK, *fd;
+        int64_t begin;
+        ra_transport_op op, *list[1] = { &op };
+        tn_opening o[3];
+        if (!h_case(i)) { tn_end(w); continue; }
+        tn_open_all(w, o);
+        op = tn_op(RA_MSG_RECV, i & 1 ? 2 : 1, &in, sizeof in);
+        (void)ra_tcp_post(o[0].tcp, list, 1);
+        fd = &o[2].tcp->conn[0].fd;
+        CHECK_EQ(setsockopt(*fd, SOL_SOCKET, SO_LINGER, &reset, sizeof reset), 0);
+        close(*fd);
+        *fd = -1;
+        begin = ra_now_ns();
+        while (code == RA_OK && op.state == RA_MSG_PENDING && ra_now_ns() - begin < 3000 * TN_MS)
+            code = i < 2 ? ra_tcp_wait(o[0].tcp, list, 1, ra_deadline_ms(2))
+                         : ra_tcp_poll(o[0].tcp, list, 1);
+        CHECK(ra_now_ns() - begin < 1000 * TN_MS);
+        CHECK_EQ(code, i & 1 ? RA_OK : RA_E_PEER);
+        CHECK_EQ(op.state, RA_E_PEER);
+        CHECK(strstr(ra_tcp_error_text(o[0].tcp, RA_E_PEER), "rank 2 is broken") != NULL);
+        tn_close_all(w, o);
+    }
+}
+
+/* poll reads from the connections that have ops, and not from all. */
+TEST(polls_of_many_ranks) {
+    enum { POLLS = 2000 };
+    tn_world *w = tn_make("127.0.0.1", TN_RANKS, 1);
+    tn_opening o[TN_RANKS];
+    ra_transport_op op, *list[1] = { &op };
+    int in = 0, before;
+    tn_open_all(w, o);
+    op = tn_op(RA_MSG_RECV, 1, &in, sizeof in);
+    (void)ra_tcp_post(o[0].tcp, list, 1);
+    before = tn_reads;
+    for (int i = 0; i < POLLS; i++) (void)ra_tcp_poll(o[0].tcp, list, 1);
+    CHECK(tn_reads - before <= POLLS + TN_RANKS);
+    tn_close_all(w, o);
+}
+
+#ifdef RA_TCP_SODIUM
+/* Neither the shared key nor those of connections stay in memory that is given back. */
+TEST(keys_are_wiped) {
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    tn_opening o[2];
+    tn_open_all(w, o);
+    CHECK(memcmp(o[0].tcp->key, tn_key, sizeof tn_key) != 0);
+    memcpy(tn_secret[0], tn_key, 32);
+    for (int r = 0; r < 2; r++) memcpy(tn_secret[1 + r], o[r].tcp->conn[1 - r].push.k, 32);
+    tn_secrets = 3;
+    tn_close_all(w, o);
+    CHECK_EQ(tn_left, 0);
+    tn_secrets = 0;
+}
+#endif
+
+/* -------------------------------------------------------------------------- hostile bytes */
+/* A head that is nearly one. */
+static ra_tcp_head tn_hostile_head(h_rng *rng, uint32_t body) {
+    static const uint64_t odd[8] = { 0, 1, 4, 64, 256, 257, 1u << 30, UINT64_MAX };
+    ra_tcp_head h = ra_tcp_head_of((int)h_range(rng, 0, 7), (int)h_range(rng, 0, 2), 0);
+    if (h_range(rng, 0, 9) == 0) h.channel = (uint8_t)h_range(rng, 0, 255);
+    if (h_range(rng, 0, 19) == 0) h.zero = 1;
+    h.tag = odd[h_range(rng, 0, 7)];
+    h.length = h_range(rng, 0, 1) ? body : odd[h_range(rng, 0, 7)];
+    h.body = h_range(rng, 0, 9) ? body : (uint32_t)odd[h_range(rng, 0, 7)];
+    return h;
+}
+
+/* Callers that say nearly what a rank says. With a key they end nothing. Without one they may, with
+ * a sentence, or take the place of a rank that is not there yet. */
+TEST(hostile_handshakes) {
+    const int rounds = h_run.large ? 200 : 12;
+    for (int i = 0; i < rounds; i++) {
+        h_rng rng = h_case_rng(i);
+        tn_world *w = tn_make("127.0.0.1", 2, 1);
+        ra_tcp_desc zero = tn_desc(w, 0, 0), one = tn_desc(w, 0, 1);
+        tn_opening o[2];
+        int fd[20], status;
+        if (!h_case(i)) { tn_end(w); continue; }
+        tn_start(&o[0], &zero);
+        for (int k = 0; k < 20; k++) {
+            uint8_t talk[RA_TCP_HELLO + 3 * (RA_TCP_HEAD + 64)] = { 0 };
+            ra_tcp_hello hello = { 0 };
+            size_t n = (size_t)h_range(&rng, 0, (int64_t)sizeof talk), at = 0;
+            memcpy(hello.magic, "ra_tcp\r\n", 8);
+            hello.order = 0x01020304;
+            hello.version = RA_TCP_VERSION;
+            hello.world = h_range(&rng, 0, 3) ? zero.world : 1;
+            hello.ring = zero.ring;
+            hello.ranks = 2;
+            hello.from = h_range(&rng, 0, 3) ? 1 : (int32_t)h_range(&rng, -2, 3);
+            hello.to = h_range(&rng, 0, 7) ? 0 : (int32_t)h_range(&rng, -2, 3);
+            hello.sealed = RA_TCP_START != 0;
+            for (int b = 0; b < 32; b++) hello.public_key[b] = (uint8_t)h_range(&rng, 0, 255);
+            memcpy(talk, &hello, sizeof hello);
+            for (int f = 0; f < 3; f++) {
+                ra_tcp_head h = tn_hostile_head(&rng, 0);
+                if (f == 0 && h_range(&rng, 0, 1)) h.kind = RA_TCP_READY;
+                memcpy(talk + RA_TCP_HELLO + f * (RA_TCP_HEAD + RA_TCP_START), &h, sizeof h);
+            }
+            if (k % 4 == 0) talk[h_range(&rng, 0, sizeof talk - 1)] ^= (uint8_t)(1 << k % 8);
+            fd[k] = tn_call(w->at[0][0]);
+            while (at < n && fd[k] >= 0) {
+                ssize_t part = (ssize_t)h_range(&rng, 1, (int64_t)(n - at));
+                if (send(fd[k], talk + at, (size_t)part, MSG_NOSIGNAL) != part) break;
+                at += (size_t)part;
+            }
+            if (fd[k] >= 0 && h_range(&rng, 0, 1)) close(fd[k]), fd[k] = -1;
+        }
+        cf_sleep_us(20000);
+        for (int k = 0; k < 20; k++) if (fd[k] >= 0) close(fd[k]);
+        tn_start(&o[1], &one);
+        status = tn_join_open(&o[0]);
+        CHECK(status == RA_OK || (!w->key && status == RA_E_MISMATCH && o[0].why.text[0]));
+        if (status == RA_OK && w->key) CHECK_EQ(tn_join_open(&o[1]), RA_OK);
+        else pthread_join(o[1].id, NULL);
+        ra_tcp_close(o[0].tcp);
+        ra_tcp_close(o[1].tcp);
+        tn_end(w);
+    }
+}
+
+#ifndef RA_TCP_SODIUM
+/* READY with a channel that does not exist is no frame of the handshake. */
+TEST(ready_without_a_channel) {
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    ra_tcp_desc d = tn_desc(w, 0, 0);
+    ra_tcp_hello hello = { 0 };
+    ra_tcp_head h = ra_tcp_head_of(RA_TCP_READY, 255, 0);
+    tn_opening o;
+    int fd;
+    d.connect_ns = 300 * TN_MS;
+    tn_start(&o, &d);
+    memcpy(hello.magic, "ra_tcp\r\n", 8);
+    hello.order = 0x01020304;
+    hello.version = RA_TCP_VERSION;
+    hello.world = d.world;
+    hello.ring = d.ring;
+    hello.ranks = 2;
+    hello.from = 1;
+    fd = tn_call(w->at[0][0]);
+    CHECK(fd >= 0 && send(fd, &hello, sizeof hello, MSG_NOSIGNAL) == (ssize_t)sizeof hello);
+    CHECK(fd >= 0 && send(fd, &h, sizeof h, MSG_NOSIGNAL) == (ssize_t)sizeof h);
+    CHECK_EQ(tn_join_open(&o), RA_E_TIMEOUT);
+    CHECK(strstr(o.why.text, "no frame in the handshake") != NULL);
+    close(fd);
+    ra_tcp_close(o.tcp);
+    tn_end(w);
+}
+
+#endif
+
+/* A rank that has the key and sends frames that are nearly right writes nothing outside buffers. */
+TEST(hostile_frames) {
+    static uint8_t data[RA_TCP_PLAIN];
+    const int rounds = h_run.large ? 400 : 30;
+    for (int i = 0; i < rounds; i++) {
+        h_rng rng = h_case_rng(i);
+        tn_world *w = tn_make("127.0.0.1", 2, 1);
+        ra_transport_op op[8], *list[8];
+        uint8_t *buf[8];
+        tn_opening o[2];
+        ra_tcp_conn *c;
+        if (!h_case(i)) { tn_end(w); continue; }
+        tn_open_all(w, o);
+        for (int k = 0; k < 8; k++) {
+            const size_t n = k % 3 == 2 ? 70000 : 64;
+            buf[k] = (uint8_t *)calloc(n, 1);
+            op[k] = tn_op(k < 6 ? RA_MSG_RECV : RA_MSG_SEND, 1, buf[k], n);
+            op[k].channel = (uint8_t)(k & 1);
+            list[k] = &op[k];
+        }
+        (void)ra_tcp_post(o[0].tcp, list, 8);
+        c = &o[1].tcp->conn[0];
+        for (int f = 0; f < 40; f++) {
+            uint32_t body = (uint32_t)h_range(&rng, 0, 1) ? 64 : (uint32_t)h_range(&rng, 0, 65536);
+            ra_tcp_head h = tn_hostile_head(&rng, body);
+            if (f < 20 && h_range(&rng, 0, 3)) {
+                h = ra_tcp_head_of(RA_TCP_DATA, (int)h_range(&rng, 0, 1), 0);
+                h.body = body;
+                h.length = h_range(&rng, 0, 1) ? body : body + (uint32_t)h_range(&rng, 0, 90000);
+            }
+            if (h.body > ra_tcp_piece(o[1].tcp)) h.body = 1;
+            ra_tcp_stage(o[1].tcp, c, &h, data);
+            if (ra_tcp_write(c) != 1) break;
+            (void)ra_tcp_poll(o[0].tcp, list, 8);
+        }
+        for (int k = 0; k < 50; k++) (void)ra_tcp_poll(o[0].tcp, list, 8);
+        tn_close_all(w, o);
+        for (int k = 0; k < 8; k++) free(buf[k]);
+    }
+}
+
 /* -------------------------------------------------------------------------- what a sentence says */
 /* ra_tcp_open of one rank of two fails like this. */
 static void tn_says(const ra_tcp_desc *d, int status, const char *one, const char *two) {
@@ -1157,12 +1425,14 @@ int main(int argc, char **argv) {
         ENTRY(many_ranks_flooded), ENTRY(few_ranks_flooded),
         ENTRY(cut_in_the_handshake), ENTRY(a_rank_restarts), ENTRY(two_processes_of_one_rank),
         ENTRY(who_is_missing), ENTRY(addresses_that_are_none),
-        ENTRY(few_descriptors), ENTRY(descriptors_that_do),
+        ENTRY(few_descriptors), ENTRY(descriptors_that_do), ENTRY(another_length),
+        ENTRY(reset_connection), ENTRY(polls_of_many_ranks), ENTRY(hostile_handshakes),
+        ENTRY(hostile_frames),
         ENTRY(bytes_changed_on_the_way),
 #ifdef RA_TCP_SODIUM
-        ENTRY(wrong_key), ENTRY(replayed_handshake), ENTRY(nothing_in_the_clear),
+        ENTRY(keys_are_wiped), ENTRY(wrong_key), ENTRY(replayed_handshake), ENTRY(nothing_in_the_clear),
 #else
-        ENTRY(a_key_needs_sodium),
+        ENTRY(ready_without_a_channel), ENTRY(a_key_needs_sodium),
 #endif
     };
     return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
