@@ -176,8 +176,8 @@ typedef struct ra_tcp_conn {
 
 /* What a connection waits for. Whoever dialed says READY after the other side's, then waits for
  * SEATED as long as it takes: from there on the other side may count the connection as open. */
-enum { RA_TCP_AT_NONE, RA_TCP_AT_DIAL, RA_TCP_AT_HELLO, RA_TCP_AT_START, RA_TCP_AT_READY,
-       RA_TCP_AT_SEATED, RA_TCP_AT_OPEN };
+enum { RA_TCP_AT_NONE, RA_TCP_AT_DIAL, RA_TCP_AT_HELLO, RA_TCP_AT_READY, RA_TCP_AT_SEATED,
+       RA_TCP_AT_OPEN };
 
 typedef struct ra_tcp {
     int32_t rank, ranks, sealed;
@@ -740,6 +740,11 @@ static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_conn *c) {
                     (int)t->ranks);
         return again;
     }
+    if (h->shape != t->d.shape) {
+        ra_tcp_note(t, "rank %d has shape %llx, this rank %llx: what all ranks must agree on differs",
+                    (int)h->from, (unsigned long long)h->shape, (unsigned long long)t->d.shape);
+        return again;
+    }
     if (h->to != t->rank || h->from >= t->ranks ||
         (c->dialed ? h->from != c->peer : h->from <= t->rank)) {
         ra_tcp_note(t, "rank %d takes this one for rank %d, which is %d", (int)h->from, (int)h->to,
@@ -749,11 +754,6 @@ static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_conn *c) {
     if (h->sealed != (uint32_t)t->sealed) {
         ra_tcp_note(t, "rank %d has %s key, this rank has %s", (int)h->from, h->sealed ? "a" : "no",
                     t->sealed ? "one" : "none");
-        return again;
-    }
-    if (h->shape != t->d.shape) {
-        ra_tcp_note(t, "rank %d has shape %llx, this rank %llx: what all ranks must agree on differs",
-                    (int)h->from, (unsigned long long)h->shape, (unsigned long long)t->d.shape);
         return again;
     }
     return RA_OK;
@@ -778,22 +778,24 @@ static RA_TCP_UNUSED int ra_tcp_heard_hello(ra_tcp *t, ra_tcp_conn *c) {
     }
     if (t->sealed && !ra_tcp_agree(t, c)) return RA_AGAIN;
     if (!c->dialed) ra_tcp_put(t, c, RA_TCP_READY, 0);
-    c->stage = t->sealed ? RA_TCP_AT_START : RA_TCP_AT_READY;
+    c->stage = RA_TCP_AT_READY;
     c->in_at = 0;
-    c->in_need = t->sealed ? (size_t)RA_TCP_START : ra_tcp_on_wire(t, RA_TCP_HEAD);
+    c->in_need = (t->sealed ? (size_t)RA_TCP_START : (size_t)0) + ra_tcp_on_wire(t, RA_TCP_HEAD);
     return RA_OK;
 }
 
-static RA_TCP_UNUSED int ra_tcp_heard_start(ra_tcp *t, ra_tcp_conn *c) {
+/* The first frame comes behind the start of its stream. 0: it does not open. */
+static RA_TCP_UNUSED int ra_tcp_open_ready(ra_tcp *t, ra_tcp_conn *c) {
 #ifdef RA_TCP_SODIUM
-    if (crypto_secretstream_xchacha20poly1305_init_pull(&c->pull, c->in_buf, c->secret_key))
-        return RA_AGAIN;
-    sodium_memzero(c->secret_key, sizeof c->secret_key);
+    if (t->sealed) {
+        c->in_need -= RA_TCP_START;
+        if (crypto_secretstream_xchacha20poly1305_init_pull(&c->pull, c->in_buf, c->secret_key))
+            return 0;
+        sodium_memzero(c->secret_key, sizeof c->secret_key);
+        memmove(c->in_buf, c->in_buf + RA_TCP_START, c->in_need);
+    }
 #endif
-    c->stage = RA_TCP_AT_READY;
-    c->in_at = 0;
-    c->in_need = ra_tcp_on_wire(t, RA_TCP_HEAD);
-    return RA_OK;
+    return ra_tcp_open_head(t, c);
 }
 
 /* 1: the peer of an open connection has gone, and has neither sent anything nor said farewell. */
@@ -808,7 +810,7 @@ static RA_TCP_UNUSED int ra_tcp_heard_frame(ra_tcp *t, ra_tcp_conn *c) {
     const int from = c->peer_hello.from, last = c->stage == RA_TCP_AT_SEATED;
     ra_tcp_head h;
     int code, taken;
-    if (!ra_tcp_open_head(t, c)) {
+    if (!(last ? ra_tcp_open_head(t, c) : ra_tcp_open_ready(t, c))) {
         ra_tcp_note(t, "rank %d does not have this rank's key", from);
         return RA_AGAIN;
     }
@@ -856,36 +858,33 @@ static RA_TCP_UNUSED int ra_tcp_shake(ra_tcp *t, ra_tcp_conn *c) {
                             (int)c->peer_hello.from, t->sealed ? ": is its key another one?" : "");
             return RA_AGAIN;
         }
-        code = c->stage == RA_TCP_AT_HELLO   ? ra_tcp_heard_hello(t, c)
-               : c->stage == RA_TCP_AT_START ? ra_tcp_heard_start(t, c) : ra_tcp_heard_frame(t, c);
+        code = c->stage == RA_TCP_AT_HELLO ? ra_tcp_heard_hello(t, c) : ra_tcp_heard_frame(t, c);
         if (code != RA_OK) return code;
     }
 }
 
 /* -------------------------------------------------------------------------- connecting */
-/* A free place for a caller, otherwise one that is taken from who has not said a whole hello, or
- * from who has been there longest. */
-static RA_TCP_UNUSED ra_tcp_conn *ra_tcp_place(ra_tcp *t) {
-    ra_tcp_conn *best = &t->stranger[0];
-    for (int i = 1; i < t->places && best->fd >= 0; i++) {
+/* A free place for a caller, unless `taken`; otherwise the place of who has not said a whole hello,
+ * or has been there longest. Null: there is none. */
+static RA_TCP_UNUSED ra_tcp_conn *ra_tcp_place(ra_tcp *t, int taken) {
+    ra_tcp_conn *best = NULL;
+    for (int i = 0; i < t->places; i++) {
         ra_tcp_conn *c = &t->stranger[i];
-        int dumb = c->stage == RA_TCP_AT_HELLO, best_dumb = best->stage == RA_TCP_AT_HELLO;
-        if (c->fd < 0 || dumb > best_dumb || (dumb == best_dumb && c->since_ns < best->since_ns))
-            best = c;
+        int dumb = c->stage == RA_TCP_AT_HELLO, best_dumb = best && best->stage == RA_TCP_AT_HELLO;
+        if (c->fd < 0 && !taken) return c;
+        if (c->fd >= 0 && (!best || dumb > best_dumb ||
+                           (dumb == best_dumb && c->since_ns < best->since_ns))) best = c;
     }
     return best;
 }
 
 /* There is no descriptor: drops a caller. 0: there is none. */
 static RA_TCP_UNUSED int ra_tcp_make_room(ra_tcp *t, int error) {
-    ra_tcp_conn *c = NULL;
+    ra_tcp_conn *c = ra_tcp_place(t, 1);
     struct rlimit most;
     if (getrlimit(RLIMIT_NOFILE, &most)) most.rlim_cur = 0;
     ra_tcp_note(t, "no descriptor for a connection: %s; the limit is %lld (ulimit -n)",
                 strerror(error), (long long)most.rlim_cur);
-    for (int i = 0; i < t->places; i++)
-        if (t->stranger[i].fd >= 0 && (!c || t->stranger[i].since_ns < c->since_ns))
-            c = &t->stranger[i];
     if (c) ra_tcp_reset(c);
     return c != NULL;
 }
@@ -973,7 +972,7 @@ static RA_TCP_UNUSED int ra_tcp_callers(ra_tcp *t) {
             break;
         }
         if (fd < 0) continue;
-        c = ra_tcp_place(t);
+        c = ra_tcp_place(t, 0);
         ra_tcp_reset(c);
         if (ra_tcp_prepare(fd)) {
             close(fd);
