@@ -22,6 +22,7 @@ static int tn_reads;
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
+#include "examples/transports/ring_check.h"
 #include "tests/harness.h"
 #include "tests/conformance/conformance.h"
 
@@ -103,6 +104,18 @@ static ra_tcp_desc tn_desc(tn_world *w, int ring, int rank) {
     d.key = w->key;
     w->fd[ring][rank] = -1;
     return d;
+}
+
+TEST(job_ids) {
+    static const char *const names[3] = { "ab", "c", "" }, *const split[2] = { "a", "bc" };
+    static const int64_t numbers[2] = { 1, 2 };
+    const uint64_t id = ring_job_id("program", names, 2, numbers, 2);
+    CHECK(id != 0 && id == ring_job_id("program", names, 2, numbers, 2));
+    CHECK(id != ring_job_id("programs", names, 2, numbers, 2));
+    CHECK(id != ring_job_id("program", split, 2, numbers, 2));
+    CHECK(id != ring_job_id("program", names, 3, numbers, 2));
+    CHECK(id != ring_job_id("program", names, 2, numbers, 1));
+    CHECK(id != ring_job_id("program", names, 2, numbers + 1, 1));
 }
 
 static void *tn_maker_make(void *user, int ranks, int rings) {
@@ -855,7 +868,7 @@ TEST(hostile_frames) {
     }
 }
 
-/* -------------------------------------------------------------------------- what a sentence says */
+/* -------------------------------------------------------------------------- what is said */
 /* ra_tcp_open of one rank of two fails like this. */
 static void tn_says(const ra_tcp_desc *d, int status, const char *one, const char *two) {
     ra_tcp_desc mine = *d;
@@ -1019,8 +1032,8 @@ typedef struct tn_crowd {
     const char *at[TN_MANY];
 } tn_crowd;
 
-/* Connects to every port again and again, and says nothing, or in every other lot of calls the hello
- * of another run. Another user where that is possible. */
+/* Connects to every port again and again, and says nothing, or in every other lot of calls the
+ * hello of another run. Another user where that is possible. */
 static void tn_flood(const tn_crowd *c) {
     enum { HELD = 200 };
     int held[HELD], calls = 0;
@@ -1416,8 +1429,8 @@ TEST(a_key_needs_sodium) {
 
 int main(int argc, char **argv) {
     static const h_test tests[] = {
-        ENTRY(conformance_threads), ENTRY(conformance_processes), ENTRY(conformance_v6),
-        ENTRY(conformance_from_outside),
+        ENTRY(job_ids), ENTRY(conformance_threads), ENTRY(conformance_processes),
+        ENTRY(conformance_v6), ENTRY(conformance_from_outside),
         ENTRY(killed_rank), ENTRY(stopped_rank), ENTRY(cut_rank), ENTRY(garbage_of_a_rank),
         ENTRY(ranks_that_disagree), ENTRY(the_reason_is_kept),
         ENTRY(another_byte_order), ENTRY(no_peer_answers), ENTRY(longest_patience),
@@ -1430,7 +1443,8 @@ int main(int argc, char **argv) {
         ENTRY(hostile_frames),
         ENTRY(bytes_changed_on_the_way),
 #ifdef RA_TCP_SODIUM
-        ENTRY(keys_are_wiped), ENTRY(wrong_key), ENTRY(replayed_handshake), ENTRY(nothing_in_the_clear),
+        ENTRY(keys_are_wiped), ENTRY(wrong_key), ENTRY(replayed_handshake),
+        ENTRY(nothing_in_the_clear),
 #else
         ENTRY(ready_without_a_channel), ENTRY(a_key_needs_sodium),
 #endif

@@ -45,8 +45,8 @@
  * connections, and ops that are pending with it fail with RA_E_PEER. A peer that is stopped or cut
  * off is silent: deadlines and the ring's watchdog end the wait, and keep-alive probes find it
  * later. If a connection is reset while no op is pending with its peer, the context fails with
- * RA_E_PEER, because this rank may wait for another one that waits for it. Calls do not block, except wait until its deadline, ra_tcp_open for connect_ns, and
- * quiesce for at most 50 ms.
+ * RA_E_PEER, because this rank may wait for another one that waits for it. Calls do not block,
+ * except wait until its deadline, ra_tcp_open for connect_ns, and quiesce for at most 50 ms.
  *
  * Limits. A rank needs a descriptor for each other rank and about ten more (ulimit -n). While it
  * connects it uses up to ranks + 128 for callers if there are as many. ra_tcp_open looks up names
@@ -238,10 +238,9 @@ static RA_TCP_UNUSED const char *ra_tcp_silence(const ra_tcp_conn *c) {
 static RA_TCP_UNUSED void ra_tcp_numeric(const struct sockaddr *a, socklen_t n, char out[128]) {
     char host[64] = "?", port[8] = "?";
     const int v6 = a->sa_family == AF_INET6;
-    int local = v6 ? IN6_IS_ADDR_LOOPBACK(&((const struct sockaddr_in6 *)(const void *)a)->sin6_addr)
-                   : ntohl(((const struct sockaddr_in *)(const void *)a)->sin_addr.s_addr) >> 24 ==
-                         127;
+    int local;
     (void)getnameinfo(a, n, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
+    local = v6 ? !strcmp(host, "::1") : !strncmp(host, "127.", 4);
     snprintf(out, 128, v6 ? "[%s]:%s%s" : "%s:%s%s", host, port,
              local ? ", a loopback address, which no other host reaches" : "");
 }
@@ -591,8 +590,8 @@ static RA_TCP_UNUSED int ra_tcp_take(ra_tcp *t, ra_tcp_conn *c) {
     return RA_OK;
 }
 
-/* Reads up to in_need bytes. 1: they have come; 0: not yet; RA_E_PEER: the peer has closed; RA_E_IO:
- * the connection is broken, see errno. */
+/* Reads up to in_need bytes. 1: they have come; 0: not yet; RA_E_PEER: the peer has closed;
+ * RA_E_IO: the connection is broken, see errno. */
 static RA_TCP_UNUSED int ra_tcp_read(ra_tcp *t, ra_tcp_conn *c) {
     while (c->in_at < c->in_need) {
         size_t most = c->in_need - c->in_at;
@@ -741,7 +740,7 @@ static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_conn *c) {
         return again;
     }
     if (h->shape != t->d.shape) {
-        ra_tcp_note(t, "rank %d has shape %llx, this rank %llx: what all ranks must agree on differs",
+        ra_tcp_note(t, "rank %d has shape %llx, this rank %llx: they differ in what must be equal",
                     (int)h->from, (unsigned long long)h->shape, (unsigned long long)t->d.shape);
         return again;
     }
@@ -1023,8 +1022,8 @@ static RA_TCP_UNUSED ra_status ra_tcp_late(ra_tcp *t, int r, int others) {
                          t->note);
 }
 
-/* A peer that closes while the ring connects, and that had not connected itself with all others, may
- * be one that starts again: it is missing. Looks for such peers every 100 ms, and last. */
+/* A peer that closes while the ring connects, and that had not connected itself with all others,
+ * may be one that starts again: it is missing. Looks for such peers every 100 ms, and last. */
 static RA_TCP_UNUSED void ra_tcp_look_around(ra_tcp *t, int last) {
     const int64_t now = ra_now_ns();
     if (!last && now - t->swept_ns < 100 * RA_TCP_MS) return;
@@ -1157,8 +1156,8 @@ static RA_TCP_UNUSED int ra_tcp_watch(ra_tcp *t, int all) {
     return n;
 }
 
-/* Moves bytes of the connections that have ops or an unfinished frame. The others may bring an abort
- * or break: one call looks at all of them from time to time. */
+/* Moves bytes of the connections that have ops or an unfinished frame. The others may bring an
+ * abort or break: one call looks at all of them from time to time. */
 static RA_TCP_UNUSED void ra_tcp_move(ra_tcp *t) {
     const int64_t now = ra_now_ns();
     if (now - t->swept_ns >= RA_TCP_SWEEP_NS) {
@@ -1362,8 +1361,8 @@ static RA_TCP_UNUSED ra_status ra_tcp_check(const ra_tcp_desc *d) {
         if (!d->addresses || !d->addresses[r])
             return ra_tcp_refuse(d, RA_E_NULL, "addresses", "of rank %d is not given", r);
         if (ra_tcp_port(d->addresses[r]) < 1)
-            return ra_tcp_refuse(d, RA_E_RANGE, "addresses", "of rank %d is no \"host:port\" with a "
-                                 "port of 1 to 65535: %s", r, d->addresses[r]);
+            return ra_tcp_refuse(d, RA_E_RANGE, "addresses", "of rank %d is no \"host:port\" with "
+                                 "a port of 1 to 65535: %s", r, d->addresses[r]);
     }
     if (d->connect_ns < 0)
         return ra_tcp_refuse(d, RA_E_RANGE, "connect_ns", "%lld is negative",
