@@ -77,7 +77,7 @@ static ra_status decode_rounds(ra_cache *c, const ring_task *t, double *us) {
         const int64_t begin = ra_now_ns();
         for (int k = 0; k < DECODE_CALLS && !s; k++)
             s = ra_infer(c, &x, &cached, &fresh, ra_deadline_ms(1000 * t->seconds));
-        const double took = (double)(ra_now_ns() - begin) / 1e3 / DECODE_CALLS;
+        const double took = (double)(ra_now_ns() - begin) / 1e3 / (double)DECODE_CALLS;
         if (i == 0 || took < *us) *us = took;
     }
     free(memory);

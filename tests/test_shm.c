@@ -1,20 +1,24 @@
 /* examples/transports/ra_shm.h: rings of processes over shared memory. Proves the bits of one rank,
  * the number of loans, the end of passes whose ranks are killed or stopped at random moments,
- * refusals while ranks meet, and that nothing is left behind. --long: many more random moments, and
+ * refusals while ranks meet, that other users are not believed, that a user's limits suffice or are
+ * named, and that nothing is left behind. As root it becomes another user where that matters, and
+ * otherwise skips what needs two users. --long: many more random moments, and
  * the times of the contract (a few may be late on busy machines). */
 #include "examples/transports/ra_shm.h"
 #include "examples/transports/ring_check.h"
 #include "tests/harness.h"
 
 #include <dirent.h>
+#include <grp.h>
 #include <signal.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 
-enum { MOST = 8 };
+enum { MOST = 128, NOBODY = 65534 };
 
 typedef struct shared {                /* by all processes of a test */
-    int32_t arrived, go;
+    int32_t arrived, go, cancelled;
     int32_t named;                     /* mappings of all ranks with a name in /dev/shm */
     int32_t status[MOST], passes[MOST];
     int64_t began_ns[MOST], ended_ns[MOST]; /* of the pass that failed */
@@ -34,6 +38,8 @@ typedef struct world {
     shared *s;
     pid_t pid[MOST];
     void (*fn)(const struct world *w, int rank);
+    void (*prepare)(const struct world *w, int rank);  /* null, or called before a rank opens */
+    int number;                        /* for prepare */
 } world;
 
 static int32_t get(const int32_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
@@ -371,6 +377,43 @@ TEST(one_slot_is_never_lent) {
     ra_shm_close(shm);
 }
 
+/* A receive that meets another length has what fits, and says how much that is. */
+TEST(other_lengths) {
+    static const size_t sent[3] = { 100, 64, 16 };
+    ra_shm *shm = NULL;
+    ra_shm_desc d = { 0 };
+    d.name = "lengths";
+    d.ranks = 1;
+    d.slot_bytes = 128;
+    CHECK_EQ(ra_shm_open(&shm, &d), RA_OK);
+    if (!shm) return;
+    const ra_transport *t = ra_shm_transport(shm);
+    for (int i = 0; i < 6; i++) {
+        const size_t n = sent[i % 3], fits = n < 80 ? n : 80;
+        char from[128], to[128], was[128];
+        ra_transport_op op[2], *ops[2] = { &op[0], &op[1] };
+        memset(op, 0, sizeof op);
+        memset(from, 'a' + i, sizeof from);
+        memset(to, '-', sizeof to);
+        memset(was, '-', sizeof was);
+        op[0].kind = RA_MSG_RECV;
+        op[0].flags = i < 3 ? RA_MSG_LOAN_OK : 0;
+        op[0].buf = to;
+        op[0].len = 80;
+        op[1].kind = RA_MSG_SEND;
+        op[1].buf = from;
+        op[1].len = n;
+        CHECK_EQ(t->post(t->ctx, ops, 2), RA_OK);
+        for (int k = 0; k < 3; k++) CHECK_EQ(t->poll(t->ctx, ops, 2), RA_OK);
+        CHECK_EQ(op[0].state, RA_E_TRUNC);
+        CHECK_EQ(op[1].state, RA_MSG_DONE);
+        CHECK_EQ(op[0].done, fits);
+        CHECK_BITS(to, from, fits);
+        CHECK_BITS(to + fits, was, sizeof to - fits);
+    }
+    ra_shm_close(shm);
+}
+
 /* With two slots per lane, of which one is never lent, most receives have to copy. All are counted,
  * and results stay the same. */
 TEST(copies_when_loans_run_out) {
@@ -601,7 +644,10 @@ static void open_with(const world *w, int rank) {
     if (rank == 1 && w->slots == 5) ra_shm__nap(400000000);          /* comes late */
     if (rank == 1 && w->slots == 6) raise(SIGKILL);
     if (w->slots == 7 && rank == 0) raise(SIGKILL);
+    if (w->prepare) w->prepare(w, rank);
+    w->s->began_ns[rank] = ra_now_ns();
     w->s->status[rank] = ra_shm_open(&shm, &sd);
+    w->s->ended_ns[rank] = ra_now_ns();
     (void)__atomic_fetch_add(&w->s->named, named_mappings(), __ATOMIC_ACQ_REL);
     memcpy(w->s->field[rank], why.field, sizeof why.field);
     memcpy(w->s->text[rank], why.text, sizeof why.text);
@@ -659,6 +705,16 @@ TEST(same_rank_twice) {
     world_free(&w);
 }
 
+/* 1: the text has the word and then the number. */
+static int says(const char *text, const char *word, long number) {
+    char want[40];
+    const int n = snprintf(want, sizeof want, "%s %ld", word, number);
+    const char *at = strstr(text, want);
+    if (at && (at[n] < '0' || at[n] > '9')) return 1;
+    printf("not \"%s\" in: %s\n", want, text);
+    return 0;
+}
+
 /* Rank 0 of two rings with one name. The second is refused while the first waits. Once the first
  * was killed the name is free, and nothing old is in the way. */
 TEST(names_collide_and_are_free_again) {
@@ -681,6 +737,7 @@ TEST(names_collide_and_are_free_again) {
     } while (ra_shm_open(&shm, &sd) != RA_E_BUSY && ra_now_ns() < until);
     CHECK_EQ(why.status, RA_E_BUSY);
     CHECK(strstr(why.text, "another ring of this name") != NULL);
+    CHECK(says(why.text, "process", a.pid[0]));
     for (int r = 0; r < 2; r++) kill(a.pid[r], SIGKILL);
     for (int r = 0; r < 2; r++) CHECK_EQ(reap(a.pid[r], 10000), SIGKILL);
     memcpy(b.name, a.name, sizeof b.name);
@@ -690,6 +747,388 @@ TEST(names_collide_and_are_free_again) {
     CHECK_EQ(b.s->status[1], RA_OK);
     world_free(&a);
     world_free(&b);
+}
+
+/* -------------------------------------------------------------------------- strangers */
+/* The user of this process becomes nobody, if it is root. */
+static void become_nobody(void) {
+    static const gid_t none = NOBODY;
+    if (geteuid()) return;
+    if (setgroups(0, &none) || setgid(NOBODY) || setuid(NOBODY)) _exit(8);
+    (void)prctl(PR_SET_PDEATHSIG, SIGKILL);      /* changing the user cleared it */
+}
+
+/* A process that has a name in place of rank 0. how: 0: it takes no connection, 1: it sends
+ * a file of no bytes, 2: a file of the right size that can be shortened. */
+typedef struct impostor { const world *w; int how, nobody; uid_t user; size_t bytes; } impostor;
+
+static int has_name(const impostor *x) {
+    struct sockaddr_un a;
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), n;
+    memset(&a, 0, sizeof a);
+    a.sun_family = AF_UNIX;
+    n = snprintf(a.sun_path + 1, sizeof a.sun_path - 1, "ra_shm.%u.%s", (unsigned)x->user,
+                 x->w->name);
+    if (bind(fd, (struct sockaddr *)(void *)&a,
+             (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)n)) ||
+        listen(fd, x->how ? 16 : 0)) _exit(9);
+    return fd;
+}
+
+/* The size of the file of the ranks of open_with. */
+static size_t file_bytes(int ranks) {
+    const size_t lanes = 2 * (size_t)(ranks * ranks);
+    return (sizeof(ra_shm__head) + lanes * sizeof(ra_shm__lane) + 4095) / 4096 * 4096 +
+           lanes * 8 * 4096;
+}
+
+static void pretend(const impostor *x) {
+    int fd, file = -1;
+    ra_shm__note note;
+    memset(&note, 0, sizeof note);
+    if (x->nobody) become_nobody();
+    fd = has_name(x);
+    if (x->how) file = (int)syscall(SYS_memfd_create, "false", 1u);
+    if (x->how == 2 && ftruncate(file, (off_t)file_bytes(x->w->ranks))) _exit(10);
+    put(&x->w->s->go, 1);
+    for (;;) {
+        ra_shm__hello h;
+        int c = x->how ? accept(fd, NULL, NULL) : -1;
+        if (c < 0) ra_shm__nap(10000000);
+        else if (recv(c, &h, sizeof h, 0) > 0)
+            (void)ra_shm__give(c, &note, sizeof note, &file, 1, 0);
+    }
+}
+
+static pid_t pretend_to_be_rank_0(const world *w, int how, int nobody) {
+    int64_t until = ra_deadline_ms(10000);
+    impostor x = { 0 };
+    pid_t pid;
+    x.w = w;
+    x.how = how;
+    x.nobody = nobody;
+    x.user = geteuid();
+    fflush(stdout);
+    pid = fork();
+    if (pid == 0) {
+        (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
+        pretend(&x);
+    }
+    while (!get(&w->s->go) && ra_now_ns() < until) ra_shm__nap(1000000);
+    CHECK(get(&w->s->go));
+    return pid;
+}
+
+static void end_process(pid_t pid) {
+    kill(pid, SIGKILL);
+    CHECK_EQ(reap(pid, 10000), SIGKILL);
+}
+
+static void rank_0_stays_away(const world *w, int rank) {
+    (void)w;
+    if (rank == 0) _exit(0);
+}
+
+/* Connections of this user that say nothing, too little, or what another version would, and a hello
+ * that comes late. */
+TEST(strays_do_not_matter) {
+    world w = world_of(3);
+    ra_shm_desc d = { 0 };
+    ra_error why;
+    ra_shm__hello h;
+    ra_shm__note note;
+    int silent[6], c = -1, other;
+    d.name = w.name;
+    d.error = &why;
+    w.slots = 5;                       /* rank 1 comes 400 ms later */
+    w.deadline_ms = 20000;
+    start(&w, open_with);
+    while (c < 0) c = ra_shm__call(&d);
+    for (int i = 0; i < 6; i++) silent[i] = ra_shm__call(&d);
+    CHECK_EQ(send(c, "?", 1, MSG_NOSIGNAL), 1);
+    CHECK_EQ(ra_shm__take(c, &note, NULL, 0, ra_deadline_ms(10000)), 0);
+    CHECK_EQ(note.status, RA_E_SHAPE);
+    close(c);
+    other = ra_shm__call(&d);
+    memset(&h, 0, sizeof h);
+    h.magic = RA_SHM__MAGIC;
+    h.version = RA_SHM__VERSION + 1;
+    ra_shm__nap(250000000);
+    CHECK_EQ(send(other, &h, sizeof h, MSG_NOSIGNAL), (int64_t)sizeof h);
+    CHECK_EQ(ra_shm__take(other, &note, NULL, 0, ra_deadline_ms(10000)), 0);
+    CHECK(strstr(note.text, "another version") != NULL);
+    close(other);
+    for (int r = 0; r < 3; r++) CHECK_EQ(reap(w.pid[r], 30000), 0);
+    for (int r = 0; r < 3; r++) CHECK_EQ(w.s->status[r], RA_OK);
+    for (int i = 0; i < 6; i++) close(silent[i]);
+    world_free(&w);
+}
+
+/* Who has the name takes no connection, as a rank 0 that is stopped: ranks return by their
+ * deadline. */
+TEST(a_full_queue) {
+    world w = world_of(4);
+    pid_t pid = pretend_to_be_rank_0(&w, 0, 0);
+    w.prepare = rank_0_stays_away;
+    w.deadline_ms = 200;
+    start(&w, open_with);
+    for (int r = 0; r < 4; r++) CHECK_EQ(reap(w.pid[r], 10000), 0);
+    for (int r = 1; r < 4; r++) {
+        const char *text = w.s->text[r];
+        CHECK_EQ(w.s->status[r], RA_E_TIMEOUT);
+        CHECK(strstr(text, "is it stopped") != NULL || says(text, "process", pid));
+    }
+    end_process(pid);
+    world_free(&w);
+}
+
+TEST(a_file_that_is_not_sealed) {
+    for (int how = 1; how <= 2; how++) {
+        world w = world_of(2);
+        pid_t pid = pretend_to_be_rank_0(&w, how, 0);
+        w.prepare = rank_0_stays_away;
+        w.deadline_ms = 5000;
+        start(&w, open_with);
+        for (int r = 0; r < 2; r++) CHECK_EQ(reap(w.pid[r], 10000), 0);
+        CHECK_EQ(w.s->status[1], RA_E_PROTO);
+        CHECK(strstr(w.s->text[1], "not a sealed file") != NULL);
+        end_process(pid);
+        world_free(&w);
+    }
+}
+
+/* Another user has the name first: no rank believes it, and all say who it is. */
+TEST(another_user_has_the_name) {
+    if (geteuid()) {
+        h_skip("only root can be two users");
+        return;
+    }
+    for (int how = 0; how <= 2; how++) {
+        world w = world_of(2);
+        pid_t pid = pretend_to_be_rank_0(&w, how, 1);
+        w.deadline_ms = how ? 5000 : 200;
+        start(&w, open_with);
+        for (int r = 0; r < 2; r++) {
+            CHECK_EQ(reap(w.pid[r], 10000), 0);
+            if (how == 0 && w.s->status[r] == RA_E_TIMEOUT) continue; /* its queue is full */
+            CHECK_EQ(w.s->status[r], RA_E_BUSY);
+            if (how == 0 && r == 0 && strstr(w.s->text[r], "another process")) continue;
+            CHECK(says(w.s->text[r], "user", NOBODY) && says(w.s->text[r], "process", pid));
+            CHECK(!strcmp(w.s->field[r], "name"));
+        }
+        end_process(pid);
+        world_free(&w);
+    }
+}
+
+/* As another user: says the hello of rank 1, then connects as often as it can. */
+static void intrude(const world *w, uid_t user) {
+    struct sockaddr_un a;
+    ra_shm__hello h;
+    ra_shm__note note;
+    int length, file = -1, c;
+    become_nobody();
+    memset(&h, 0, sizeof h);
+    h.magic = RA_SHM__MAGIC;
+    h.version = RA_SHM__VERSION;
+    h.abi = RA_TRANSPORT_ABI;
+    h.head_bytes = (uint32_t)sizeof(ra_shm__head);
+    h.rank = 1;
+    h.ranks = w->ranks;
+    h.slots = 8;
+    h.slot_bytes = 4096;
+    memset(&a, 0, sizeof a);
+    a.sun_family = AF_UNIX;
+    length = snprintf(a.sun_path + 1, sizeof a.sun_path - 1, "ra_shm.%u.%s", (unsigned)user,
+                      w->name) + 1 + (int)offsetof(struct sockaddr_un, sun_path);
+    for (int first = 1;; first = 0) {
+        c = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+        while (connect(c, (struct sockaddr *)(void *)&a, (socklen_t)length) && first) {}
+        if (first) {
+            (void)send(c, &h, sizeof h, MSG_NOSIGNAL);
+            put(&w->s->cancelled, ra_shm__take(c, &note, &file, 1, ra_deadline_ms(5000)));
+            put(&w->s->go, 1);
+        }
+        close(c);
+    }
+}
+
+TEST(another_user_connects) {
+    if (geteuid()) {
+        h_skip("only root can be two users");
+        return;
+    }
+    world w = world_of(3);
+    uid_t user = geteuid();
+    pid_t pid[2];
+    w.slots = 5;                       /* rank 1 comes 400 ms later */
+    w.deadline_ms = 20000;
+    start(&w, open_with);
+    for (int i = 0; i < 2; i++) {
+        pid[i] = fork();
+        if (pid[i] == 0) intrude(&w, user);
+    }
+    for (int r = 0; r < 3; r++) CHECK_EQ(reap(w.pid[r], 30000), 0);
+    for (int r = 0; r < 3; r++) CHECK_EQ(w.s->status[r], RA_OK);
+    CHECK_EQ(get(&w.s->go), 1);
+    CHECK_EQ(get(&w.s->cancelled), -1);          /* no file came */
+    for (int i = 0; i < 2; i++) end_process(pid[i]);
+    world_free(&w);
+}
+
+/* -------------------------------------------------------------------------- limits */
+static void set_limit(int what, rlim_t most) {
+    struct rlimit x;
+    x.rlim_cur = x.rlim_max = most;
+    if (setrlimit(what, &x)) _exit(11);
+}
+
+static void limit_files(const world *w, int rank) {
+    (void)rank;
+    become_nobody();
+    set_limit(RLIMIT_NOFILE, (rlim_t)w->number);
+}
+
+/* As another user, whose limit of open files is what systems have, or less: all ranks meet, and a
+ * message goes around. */
+static void pass_around(const world *w, int rank) {
+    ra_transport_op op[2], *ops[2] = { &op[0], &op[1] };
+    int64_t from = rank, to = -1;
+    ra_shm *shm = NULL;
+    ra_shm_desc d = { 0 };
+    ra_error why = { 0 };
+    d.name = w->name;
+    d.rank = rank;
+    d.ranks = w->ranks;
+    d.slot_bytes = 64;
+    d.slots = 2;
+    d.deadline_ns = ra_deadline_ms(60000);
+    d.error = &why;
+    w->prepare(w, rank);
+    w->s->status[rank] = ra_shm_open(&shm, &d);
+    memcpy(w->s->text[rank], why.text, sizeof why.text);
+    if (!shm) return;
+    const ra_transport *t = ra_shm_transport(shm);
+    memset(op, 0, sizeof op);
+    op[0].kind = RA_MSG_RECV;
+    op[0].peer = (rank + w->ranks - 1) % w->ranks;
+    op[0].buf = &to;
+    op[1].kind = RA_MSG_SEND;
+    op[1].peer = (rank + 1) % w->ranks;
+    op[1].buf = &from;
+    op[0].len = op[1].len = sizeof from;
+    (void)t->post(t->ctx, ops, 2);
+    while (op[0].state == RA_MSG_PENDING || op[1].state == RA_MSG_PENDING)
+        if (t->wait(t->ctx, ops, 2, ra_deadline_ms(2))) break;
+    w->s->passes[rank] = (int32_t)to;
+    ra_shm_close(shm);
+}
+
+TEST(many_ranks_of_a_user) {
+    static const int ranks[] = { 48, 100, 64, 24, 128 }, files[] = { 1024, 256, 1024, 256, 1024 };
+    for (int i = 0; i < (h_run.large ? 5 : 2); i++) {
+        world w = world_of(ranks[i]);
+        w.prepare = limit_files;
+        w.number = files[i];
+        h_context("%d ranks with ulimit -n %d", ranks[i], files[i]);
+        start(&w, pass_around);
+        for (int r = 0; r < w.ranks; r++) {
+            CHECK_EQ(reap(w.pid[r], 90000), 0);
+            if (!CHECK_EQ(w.s->status[r], RA_OK)) printf("rank %d: %s\n", r, w.s->text[r]);
+            CHECK_EQ(w.s->passes[r], (r + w.ranks - 1) % w.ranks);
+        }
+        world_free(&w);
+    }
+}
+
+/* Rank number % 3 may open number / 3 files more than are open. */
+static void few_files(const world *w, int rank) {
+    int lowest = dup(0);
+    if (lowest < 0) lowest = open("/dev/null", O_RDONLY);
+    close(lowest);
+    if (rank == w->number % 3) set_limit(RLIMIT_NOFILE, (rlim_t)(lowest + w->number / 3));
+}
+
+TEST(few_files_may_be_open) {
+    int formed = 0;
+    for (int i = 0; i < 3 * 10; i++) {
+        const int few = i % 3, alone = i < 4;    /* alone: it cannot tell others */
+        world w = world_of(3);
+        w.prepare = few_files;
+        w.number = i;
+        w.deadline_ms = alone ? 100 : 10000;
+        h_context("rank %d may open %d files more", few, i / 3);
+        start(&w, open_with);
+        for (int r = 0; r < 3; r++) CHECK_EQ(reap(w.pid[r], 20000), 0);
+        formed += w.s->status[0] == RA_OK;
+        for (int r = 0; r < 3; r++) {
+            CHECK_EQ(w.s->status[r] == RA_OK, w.s->status[0] == RA_OK);
+            if (w.s->status[0] == RA_OK || alone) continue;
+            CHECK(strstr(w.s->text[r], "ulimit -n") != NULL);
+            if (!strstr(w.s->text[r], "ulimit -n")) printf("rank %d: %s\n", r, w.s->text[r]);
+            CHECK(w.s->ended_ns[r] - w.s->began_ns[r] < 5000000000);
+        }
+        if (w.s->status[0]) CHECK(strstr(w.s->text[few], "ulimit -n") != NULL);
+        world_free(&w);
+    }
+    CHECK(formed > 0 && formed < 3 * 10);
+}
+
+static void small_files(const world *w, int rank) {
+    if (rank == 0) set_limit(RLIMIT_FSIZE, 65536);
+    else if (rank == 2) ra_shm__nap((int64_t)w->number * 1000000);
+}
+
+/* A limit of the size of files says so, to all. */
+TEST(small_files_only) {
+    for (int late = 0; late <= 300; late += 300) {
+        world w = world_of(3);
+        w.prepare = small_files;
+        w.number = late;
+        w.deadline_ms = 20000;
+        start(&w, open_with);
+        for (int r = 0; r < 3; r++) {
+            CHECK_EQ(reap(w.pid[r], 30000), 0);
+            CHECK_EQ(w.s->status[r], RA_E_IO);
+            CHECK(strstr(w.s->text[r], "ulimit -f") != NULL);
+            CHECK(w.s->ended_ns[r] - w.s->began_ns[r] < 5000000000);
+        }
+        world_free(&w);
+    }
+}
+
+/* A child of a rank, which has all that was open, closes it: the others do not notice. */
+static void fork_and_close(const world *w, int rank) {
+    ra_shm *shm = NULL;
+    ra_shm_desc d = { 0 };
+    d.name = w->name;
+    d.rank = rank;
+    d.ranks = w->ranks;
+    d.slot_bytes = 64;
+    w->s->status[rank] = ra_shm_open(&shm, &d);
+    if (rank == 1) {
+        pid_t child = fork();
+        if (child == 0) {
+            ra_shm_close(shm);
+            _exit(0);
+        }
+        (void)reap(child, 10000);
+    }
+    barrier(w, 2);
+    w->s->passes[rank] = ra_shm__is_gone(shm, 1 - rank);
+    barrier(w, 4);
+    ra_shm_close(shm);
+}
+
+TEST(a_forked_child_closes) {
+    world w = world_of(2);
+    start(&w, fork_and_close);
+    for (int r = 0; r < 2; r++) {
+        CHECK_EQ(reap(w.pid[r], 30000), 0);
+        CHECK_EQ(w.s->status[r], RA_OK);
+        CHECK_EQ(w.s->passes[r], 0);
+    }
+    world_free(&w);
 }
 
 /* Each field of the descriptor is checked. */
@@ -718,6 +1157,7 @@ int main(int argc, char **argv) {
         ENTRY(loans_are_counted),
         ENTRY(loans_come_back),
         ENTRY(one_slot_is_never_lent),
+        ENTRY(other_lengths),
         ENTRY(copies_when_loans_run_out),
         ENTRY(two_rings_at_once),
         ENTRY(killed),
@@ -727,6 +1167,15 @@ int main(int argc, char **argv) {
         ENTRY(mismatched_ranks_are_refused),
         ENTRY(same_rank_twice),
         ENTRY(names_collide_and_are_free_again),
+        ENTRY(strays_do_not_matter),
+        ENTRY(a_full_queue),
+        ENTRY(a_file_that_is_not_sealed),
+        ENTRY(another_user_has_the_name),
+        ENTRY(another_user_connects),
+        ENTRY(many_ranks_of_a_user),
+        ENTRY(few_files_may_be_open),
+        ENTRY(small_files_only),
+        ENTRY(a_forked_child_closes),
         ENTRY(bad_descriptors),
     };
     return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);

@@ -19,10 +19,15 @@
  *
  * and cc -O2 program.c -lpthread -lm. examples/ring_shm.c is a complete program.
  *
- * Memory. Rank 0 creates a memfd, a file without a name, and sends it to the other ranks over a
- * socket in Linux's abstract name space. Nothing is ever in /dev/shm or in any other directory: the
- * kernel frees the memory with the last process, whichever ranks crash. The name exists only while
- * ranks meet in ra_shm_open, and ends with rank 0. Only processes of the same user can join.
+ * Memory. Rank 0 creates a memfd, a file without a name whose size is sealed, and sends it to the
+ * other ranks over a socket in Linux's abstract name space. Nothing is ever in /dev/shm or in any
+ * other directory: the kernel frees the memory with the last process, whichever ranks crash. The
+ * name exists only while ranks meet in ra_shm_open, and ends with rank 0. The kernel says on both
+ * sides which user the other one is: only processes of one user meet. Another user who takes the
+ * name first can keep a ring from forming, but learns nothing; the refusal says who it is.
+ *
+ * Open files. Each rank keeps one per rank of the ring. While ranks meet rank 0 has two per rank.
+ * 120 ranks fit into `ulimit -n 256`.
  *
  * Messages. Each ordered pair of ranks has two lanes, one per channel: a queue of descriptors and
  * `slots` slots of slot_bytes each. A send copies the message into a slot of its lane; that is the
@@ -45,6 +50,7 @@
  * the wait. abort sets one word in shared memory and rings all bells: the calls of other ranks fail
  * with RA_E_ABORTED, or RA_E_PEER if a process has ended. No rank writes into the memory of another
  * process, so quiesce always returns RA_OK. A context that has failed stays failed: open a new one.
+ * A child that a rank forks may call ra_shm_close, and nothing else here.
  *
  * Two rings at once need two contexts of different names. Tags are ignored: the n-th send of a lane
  * matches the n-th receive. Ranks may also be threads of one process.
@@ -64,11 +70,14 @@
 #include <linux/futex.h>
 #include <poll.h>
 #include <sched.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <time.h>
@@ -108,8 +117,10 @@ enum { RA_SHM_MAX_RANKS = 128 };
 /* ========================================================================== layout
  * The file is zero at first, and every word of it starts at zero. Words that several processes
  * write are 128 bytes apart. */
-enum { RA_SHM__CHANNELS = 2, RA_SHM__QUEUE = 16, RA_SHM__SLOTS = 16, RA_SHM__VERSION = 1 };
+enum { RA_SHM__CHANNELS = 2, RA_SHM__QUEUE = 16, RA_SHM__SLOTS = 16, RA_SHM__VERSION = 2 };
 enum { RA_SHM__MAGIC = 0x68735261, RA_SHM__HERE = 1, RA_SHM__LEFT = 2 };
+enum { RA_SHM__ADD_SEALS = 1033, RA_SHM__GET_SEALS = 1034,           /* F_ADD_SEALS, F_GET_SEALS */
+       RA_SHM__SEALS = 7 };                      /* F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW */
 
 typedef struct ra_shm__word { uint32_t v, spare[31]; } ra_shm__word;
 
@@ -147,6 +158,7 @@ struct ra_shm {
     ra_transport tp;
     int32_t turn;                      /* of tp */
     int32_t rank, ranks, slots, gone;  /* gone: 1: a process has ended without ra_shm_close */
+    pid_t pid;                         /* of this rank; another one has forked from it */
     uint32_t aborted;                  /* abort was called here; any thread */
     int32_t pending;                   /* ops in all FIFOs */
     size_t slot_bytes, stride, total, data_bytes;
@@ -311,8 +323,10 @@ static int ra_shm__receive(ra_shm *s, ra_shm__fifo *f, int channel) {
     e = lane->entry[tail % RA_SHM__QUEUE];
     if (e.at >= s->data_bytes || e.len > s->stride - e.at % s->stride) {
         state = RA_E_PROTO;
-    } else if (e.len != op->len) {
+    } else if (e.len != op->len) {     /* what fits shows the library why */
         state = RA_E_TRUNC;
+        if (e.len > op->len) e.len = op->len;
+        if (e.len) memcpy(op->buf, s->data + e.at, (size_t)e.len);
     } else if ((op->flags & RA_MSG_LOAN_OK) && e.len && ra_shm__lend(s, lane, e.at)) {
         op->buf = s->data + e.at;
         s->count.loans++;
@@ -405,7 +419,7 @@ static int ra_shm__post(void *ctx, ra_transport_op *const *ops, int n) {
         if (code) op->state = code;
         else if (op->peer < 0 || op->peer >= s->ranks || op->channel >= RA_SHM__CHANNELS)
             op->state = RA_E_IO;
-        else if (op->len > s->slot_bytes) op->state = RA_E_TRUNC;
+        else if (op->len > s->slot_bytes) op->done = 0, op->state = RA_E_TRUNC;
         else ra_shm__push(s, receives ? &s->in[op->peer][op->channel]
                                       : &s->out[op->peer][op->channel], op);
     }
@@ -479,30 +493,62 @@ static const char *ra_shm__error_text(void *ctx, int code) {
 }
 
 /* ========================================================================== meeting
- * Over a socket of packets at an abstract address. A rank sends a hello. Rank 0 answers with the
- * file, or with a refusal. The rank reports that it has mapped the file. When all have, rank 0
- * sends each of them a pidfd of every process, which it opened while the process was connected. */
+ * Over a socket of packets at an abstract address. Each side asks the kernel which user the other
+ * is, before it believes anything. A rank sends a hello. Rank 0 answers with the file, or with a
+ * refusal. The rank checks the file, maps it and reports. When all have, rank 0 sends to one rank
+ * after another a pidfd of every process, which it opened while the process was connected. When all
+ * have reported these too, it tells them to go on. What went wrong, at rank 0 or in a report, it
+ * tells to all, and for two seconds to those who come later. */
 typedef struct ra_shm__hello {
     uint32_t magic, version, abi, head_bytes;
     int32_t rank, ranks, slots, reserved;
     uint64_t slot_bytes;
 } ra_shm__hello;
 
-typedef struct ra_shm__answer { int32_t status; char text[RA_TEXT_BYTES]; } ra_shm__answer;
+typedef struct ra_shm__note { int32_t status; char text[RA_TEXT_BYTES]; } ra_shm__note;
 
+typedef struct ra_shm__who { int32_t pid; uint32_t uid, gid; } ra_shm__who;    /* struct ucred */
+
+typedef struct ra_shm__meeting {       /* rank 0's */
+    struct pollfd fd[2 * RA_SHM_MAX_RANKS];      /* the listener; by rank, who has said hello; from
+                                        * `ranks` on who has not. -1: none */
+    int32_t pid[2 * RA_SHM_MAX_RANKS];
+    uint8_t mapped[RA_SHM_MAX_RANKS];  /* 1: the rank has reported that */
+    char last[RA_TEXT_BYTES];          /* why the last one was refused */
+} ra_shm__meeting;
+
+__attribute__((format(printf, 4, 5)))
 static ra_status ra_shm__refuse(const ra_shm_desc *d, ra_status status, const char *field,
-                                const char *text) {
-    if (!d->error) return status;
+                                const char *format, ...) {
+    va_list args;
     d->error->status = status;
     snprintf(d->error->field, sizeof d->error->field, "%s", field);
-    snprintf(d->error->text, sizeof d->error->text, "%s", text);
+    va_start(args, format);
+    vsnprintf(d->error->text, sizeof d->error->text, format, args);
+    va_end(args);
     return status;
 }
 
+/* The limit of this process, which also holds for all descriptors that its user has in flight. */
+static unsigned long long ra_shm__most_files(void) {
+    struct rlimit most;
+    return getrlimit(RLIMIT_NOFILE, &most) ? 0 : (unsigned long long)most.rlim_cur;
+}
+
+/* How many files are open on this rank while ranks meet, besides those of the program. */
+static int ra_shm__files(const ra_shm_desc *d) { return (d->rank ? 1 : 2) * d->ranks + 2; }
+
 static ra_status ra_shm__refuse_errno(const ra_shm_desc *d, const char *what, int number) {
-    char text[RA_TEXT_BYTES];
-    snprintf(text, sizeof text, "%s failed: %s", what, strerror(number));
-    return ra_shm__refuse(d, RA_E_IO, "system", text);
+    if (number != EMFILE && number != ETOOMANYREFS)
+        return ra_shm__refuse(d, RA_E_IO, "system", "%s failed: %s", what, strerror(number));
+    return ra_shm__refuse(d, RA_E_IO, "system", "%s failed: %s. The limit of this process is %llu "
+                          "(ulimit -n), and rank %d of %d needs %d", what, strerror(number),
+                          ra_shm__most_files(), d->rank, d->ranks, ra_shm__files(d));
+}
+
+static ra_status ra_shm__went(const ra_shm_desc *d, int rank, int pid) {
+    return ra_shm__refuse(d, RA_E_PEER, "ranks", "rank %d (process %d) went away while the ring "
+                          "was set up", rank, pid);
 }
 
 static socklen_t ra_shm__address(const ra_shm_desc *d, struct sockaddr_un *a) {
@@ -514,8 +560,34 @@ static socklen_t ra_shm__address(const ra_shm_desc *d, struct sockaddr_un *a) {
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)n);
 }
 
-/* Sends a packet with file descriptors. */
-static int ra_shm__give(int to, const void *packet, size_t bytes, const int *fds, int count) {
+/* 1: whoever is at the other end runs as this user. */
+static int ra_shm__is_mine(int c, ra_shm__who *who) {
+    socklen_t size = sizeof *who;
+    return !getsockopt(c, SOL_SOCKET, SO_PEERCRED, who, &size) && who->uid == geteuid();
+}
+
+/* Connects to whoever has the name. -1 and errno: nobody has it, or EAGAIN: within 20 ms there was
+ * no place in the queue of who has it. */
+static int ra_shm__call(const ra_shm_desc *d) {
+    struct timeval most;
+    struct sockaddr_un a;
+    socklen_t length = ra_shm__address(d, &a);
+    int c = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), number;
+    if (c < 0) return -1;
+    most.tv_sec = 0;
+    most.tv_usec = 20000;
+    if (!setsockopt(c, SOL_SOCKET, SO_SNDTIMEO, &most, sizeof most) &&
+        !connect(c, (struct sockaddr *)(void *)&a, length)) return c;
+    number = errno;
+    close(c);
+    errno = number;
+    return -1;
+}
+
+/* Sends a packet with file descriptors. While too many of this user are in flight, it waits for
+ * others to receive theirs. */
+static int ra_shm__give(int to, const void *packet, size_t bytes, const int *fds, int count,
+                        int64_t deadline_ns) {
     union { struct cmsghdr align; char room[CMSG_SPACE(sizeof(int) * RA_SHM_MAX_RANKS)]; } c;
     struct msghdr m;
     struct iovec v;
@@ -534,16 +606,21 @@ static int ra_shm__give(int to, const void *packet, size_t bytes, const int *fds
         c.align.cmsg_len = CMSG_LEN(length);
         memcpy(CMSG_DATA(&c.align), fds, length);
     }
-    return sendmsg(to, &m, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)bytes ? 0 : -1;
+    while (sendmsg(to, &m, MSG_NOSIGNAL | MSG_DONTWAIT) != (ssize_t)bytes) {
+        if (errno != ETOOMANYREFS || ra_now_ns() > deadline_ns) return -1;
+        ra_shm__nap(1000000);
+    }
+    return 0;
 }
 
-/* Receives a packet and up to `most` descriptors. Returns how many came; -1: the other side has
+/* Receives a note and up to `most` descriptors. Returns how many came; -1: the other side has
  * ended, -2: the deadline has passed. */
-static int ra_shm__take(int from, ra_shm__answer *packet, int *fds, int most, int64_t deadline_ns) {
+static int ra_shm__take(int from, ra_shm__note *note, int *fds, int most, int64_t deadline_ns) {
     union { struct cmsghdr align; char room[CMSG_SPACE(sizeof(int) * RA_SHM_MAX_RANKS)]; } c;
     struct pollfd p;
     struct msghdr m;
     struct iovec v;
+    ssize_t got;
     int count;
     p.fd = from;
     p.events = POLLIN;
@@ -553,23 +630,45 @@ static int ra_shm__take(int from, ra_shm__answer *packet, int *fds, int most, in
         if (poll(&p, 1, left > 1000 ? 1000 : (int)left) > 0) break;
     }
     memset(&m, 0, sizeof m);
-    v.iov_base = packet;
-    v.iov_len = sizeof *packet;
+    v.iov_base = note;
+    v.iov_len = sizeof *note;
     m.msg_iov = &v;
     m.msg_iovlen = 1;
-    m.msg_control = &c;
-    m.msg_controllen = sizeof c;
-    if (recvmsg(from, &m, MSG_CMSG_CLOEXEC) != (ssize_t)sizeof *packet) return -1;
+    m.msg_control = most ? &c : NULL;
+    m.msg_controllen = most ? CMSG_LEN(sizeof(int) * (size_t)most) : 0;
+    got = recvmsg(from, &m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    if (got < 0 && errno == ECONNRESET)          /* the other side has ended; its last words: */
+        got = recvmsg(from, &m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    if (got != (ssize_t)sizeof *note) return -1;
+    note->text[sizeof note->text - 1] = 0;
     if (m.msg_controllen < CMSG_LEN(0) || c.align.cmsg_type != SCM_RIGHTS) return 0;
     count = (int)((c.align.cmsg_len - CMSG_LEN(0)) / sizeof(int));
-    if (count > most) count = most;
     memcpy(fds, CMSG_DATA(&c.align), sizeof(int) * (size_t)count);
     return count;
 }
 
-/* Why rank 0 refuses a hello; an empty text: it does not. */
-static void ra_shm__judge(const ra_shm *s, const ra_shm__hello *h, const int *seat, char *text,
-                          size_t room) {
+/* Maps the file, which nobody can shorten: so no access ends with SIGBUS. */
+static ra_status ra_shm__map(ra_shm *s, const ra_shm_desc *d, int file) {
+    const int seals = fcntl(file, RA_SHM__GET_SEALS);
+    struct stat f;
+    void *at;
+    if (fstat(file, &f) || (size_t)f.st_size != s->total || seals < 0 ||
+        (seals & RA_SHM__SEALS) != RA_SHM__SEALS)
+        return ra_shm__refuse(d, RA_E_PROTO, "file", "what rank 0 sent is not a sealed file of "
+                              "%llu bytes", (unsigned long long)s->total);
+    at = mmap(NULL, s->total, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (at == MAP_FAILED) return ra_shm__refuse_errno(d, "mmap of the shared file", errno);
+    s->head = (ra_shm__head *)at;
+    s->lane = (ra_shm__lane *)(void *)((uint8_t *)at + sizeof(ra_shm__head));
+    s->data = (uint8_t *)at + (s->total - s->data_bytes);
+    ra_shm__store(&s->head->seat[s->rank].state.v, RA_SHM__HERE);
+    return RA_OK;
+}
+
+/* -------------------------------------------------------------------------- rank 0 */
+/* Why a hello is refused; an empty text: it is not. */
+static void ra_shm__judge(const ra_shm *s, const ra_shm__hello *h, const ra_shm__meeting *m,
+                          char *text, size_t room) {
     text[0] = 0;
     if (h->magic != RA_SHM__MAGIC || h->version != RA_SHM__VERSION ||
         h->abi != RA_TRANSPORT_ABI || h->head_bytes != sizeof(ra_shm__head))
@@ -583,179 +682,261 @@ static void ra_shm__judge(const ra_shm *s, const ra_shm__hello *h, const int *se
         snprintf(text, room, "slots is %d here, but %d at rank 0", h->slots, s->slots);
     else if (h->rank < 1 || h->rank >= s->ranks)
         snprintf(text, room, "rank is %d, but ranks is %d", h->rank, s->ranks);
-    else if (seat[h->rank] >= 0)
-        snprintf(text, room, "rank %d has come already, from another process", h->rank);
+    else if (m->fd[h->rank].fd >= 0)
+        snprintf(text, room, "rank %d has come already, as process %d", h->rank, m->pid[h->rank]);
 }
 
-static int ra_shm__pidfd(int pid) {
-#ifdef SYS_pidfd_open
-    return (int)syscall(SYS_pidfd_open, pid, 0);
-#else
-    return (int)syscall(434, pid, 0);
-#endif
+static int ra_shm__pidfd(int pid) { return (int)syscall(434 /* pidfd_open */, pid, 0); }
+
+/* Accepts connections of this user. 0, or EMFILE. */
+static int ra_shm__accept(const ra_shm_desc *d, ra_shm__meeting *m) {
+    for (int n = 0; n < 64; n++) {
+        ra_shm__who who;
+        int c = (int)syscall(SYS_accept4, m->fd[0].fd, NULL, NULL, SOCK_CLOEXEC), i = d->ranks;
+        if (c < 0) return errno == EMFILE ? EMFILE : 0;
+        if (!ra_shm__is_mine(c, &who)) {
+            if (!m->last[0])
+                snprintf(m->last, sizeof m->last, "process %d of user %u", who.pid, who.uid);
+            close(c);
+            continue;
+        }
+        while (m->fd[i].fd >= 0 && i < 2 * d->ranks - 1) i++;
+        if (m->fd[i].fd >= 0) close(m->fd[i].fd);
+        m->fd[i].fd = c;
+        m->pid[i] = who.pid;
+    }
+    return 0;
 }
 
-/* Rank 0: accepts a connection, reads the hello and answers. last: gets the text of a refusal. */
-static void ra_shm__admit(ra_shm *s, int listener, int file, int *seat, char *last) {
-    struct { int32_t pid; uint32_t uid, gid; } who;                  /* struct ucred */
-    socklen_t size = sizeof who;
-    ra_shm__answer answer;
-    ra_shm__hello hello;
-    struct pollfd p;
-    int c = accept(listener, NULL, NULL);
-    if (c < 0) return;
-    (void)fcntl(c, F_SETFD, FD_CLOEXEC);
-    p.fd = c;
-    p.events = POLLIN;
-    memset(&answer, 0, sizeof answer);
-    if (getsockopt(c, SOL_SOCKET, SO_PEERCRED, &who, &size) || who.uid != geteuid() ||
-        poll(&p, 1, 200) <= 0 || recv(c, &hello, sizeof hello, 0) != (ssize_t)sizeof hello) {
+/* Connection i says which rank it is: it is sent the file, or refused. */
+static ra_status ra_shm__admit(ra_shm *s, const ra_shm_desc *d, ra_shm__meeting *m, int i,
+                               int file) {
+    const int c = m->fd[i].fd, pid = m->pid[i];
+    ra_shm__note note;
+    ra_shm__hello h;
+    memset(&note, 0, sizeof note);
+    memset(&h, 0, sizeof h);
+    m->fd[i].fd = -1;
+    if (recv(c, &h, sizeof h, MSG_DONTWAIT) <= 0) {
         close(c);
-        return;
+        return RA_OK;
     }
-    ra_shm__judge(s, &hello, seat, answer.text, sizeof answer.text);
-    if (!answer.text[0]) {
-        s->pidfd[hello.rank].fd = ra_shm__pidfd(who.pid);
-        if (s->pidfd[hello.rank].fd >= 0 && !ra_shm__give(c, &answer, sizeof answer, &file, 1)) {
-            seat[hello.rank] = c;
-            return;
-        }
-        snprintf(answer.text, sizeof answer.text, "%s failed: %s",
-                 s->pidfd[hello.rank].fd < 0 ? "pidfd_open" : "sendmsg", strerror(errno));
-        if (s->pidfd[hello.rank].fd >= 0) close(s->pidfd[hello.rank].fd);
-        s->pidfd[hello.rank].fd = -1;
+    ra_shm__judge(s, &h, m, note.text, sizeof note.text);
+    if (note.text[0]) {
+        note.status = RA_E_SHAPE;
+        memcpy(m->last, note.text, sizeof m->last);
+        (void)ra_shm__give(c, &note, sizeof note, NULL, 0, 0);
+        close(c);
+        return RA_OK;
     }
-    answer.status = RA_E_SHAPE;
-    snprintf(last, RA_TEXT_BYTES, "%s", answer.text);
-    (void)ra_shm__give(c, &answer, sizeof answer, NULL, 0);
-    close(c);
+    m->fd[h.rank].fd = c;
+    m->pid[h.rank] = pid;
+    s->pidfd[h.rank].fd = ra_shm__pidfd(pid);
+    if (s->pidfd[h.rank].fd < 0) return ra_shm__refuse_errno(d, "pidfd_open", errno);
+    if (!ra_shm__give(c, &note, sizeof note, &file, 1, d->deadline_ns)) return RA_OK;
+    return errno == ETOOMANYREFS ? ra_shm__refuse_errno(d, "sendmsg", errno)
+                                 : ra_shm__went(d, h.rank, pid);
 }
 
-/* Rank 0: waits until all other ranks have mapped the file. seat: their connections; -1: none. */
-static ra_status ra_shm__gather(ra_shm *s, const ra_shm_desc *d, int listener, int file,
-                                int *seat) {
-    struct pollfd p[RA_SHM_MAX_RANKS];
-    char mapped[RA_SHM_MAX_RANKS] = { 1 }, last[RA_TEXT_BYTES] = "", text[RA_TEXT_BYTES];
-    for (int missing = s->ranks - 1; missing;) {
+/* Hears the report of a rank. */
+static ra_status ra_shm__hear(const ra_shm_desc *d, ra_shm__meeting *m, int rank) {
+    ra_shm__note note;
+    int got = ra_shm__take(m->fd[rank].fd, &note, NULL, 0, d->deadline_ns);
+    if (got == -2)
+        return ra_shm__refuse(d, RA_E_TIMEOUT, "deadline_ns", "rank %d (process %d) has come, but "
+                              "does not answer", rank, m->pid[rank]);
+    if (got < 0) return ra_shm__went(d, rank, m->pid[rank]);
+    if (note.status)
+        return ra_shm__refuse(d, note.status, "ranks", "rank %d: %.600s", rank, note.text);
+    m->mapped[rank] = 1;
+    return RA_OK;
+}
+
+/* Waits until all other ranks have mapped the file. */
+static ra_status ra_shm__gather(ra_shm *s, const ra_shm_desc *d, ra_shm__meeting *m, int file) {
+    ra_status status = RA_OK;
+    int missing = 1;
+    while (!status && missing < s->ranks) {
         int64_t left = (d->deadline_ns - ra_now_ns()) / 1000000 + 1;
-        int ready;
-        p[0].fd = listener;
-        for (int r = 1; r < s->ranks; r++) p[r].fd = seat[r];
-        for (int r = 0; r < s->ranks; r++) p[r].events = POLLIN;
-        ready = left > 0 ? poll(p, (nfds_t)s->ranks, left > 1000 ? 1000 : (int)left) : 0;
-        for (int r = 1; ready > 0 && r < s->ranks; r++) {
-            char c;
-            if (p[r].fd < 0 || !p[r].revents) continue;
-            if (mapped[r] || recv(seat[r], &c, 1, 0) != 1) {
-                snprintf(text, sizeof text, "rank %d went away while the ring was set up", r);
-                return ra_shm__refuse(d, RA_E_PEER, "ranks", text);
-            }
-            mapped[r] = 1;
-            missing--;
+        if (m->mapped[missing]) {
+            missing++;
+            continue;
         }
-        if (ready > 0 && p[0].revents) ra_shm__admit(s, listener, file, seat, last);
-        if (left <= 0) {
-            int r = 1;
-            while (mapped[r]) r++;
-            snprintf(text, sizeof text, "rank %d has not come by the deadline%s%.130s", r,
-                     last[0] ? "; refused was: " : "", last);
-            return ra_shm__refuse(d, RA_E_TIMEOUT, "deadline_ns", text);
+        if (left <= 0 && m->fd[missing].fd >= 0) return ra_shm__hear(d, m, missing);
+        if (left <= 0)
+            return ra_shm__refuse(d, RA_E_TIMEOUT, "deadline_ns", "rank %d has not come by the "
+                                  "deadline%s%.500s", missing,
+                                  m->last[0] ? "; refused was: " : "", m->last);
+        if (poll(m->fd, 2 * (nfds_t)s->ranks, left > 1000 ? 1000 : (int)left) <= 0) continue;
+        for (int i = 1; i < 2 * s->ranks && !status; i++) {
+            if (m->fd[i].fd < 0 || !m->fd[i].revents) continue;
+            status = i < s->ranks ? ra_shm__hear(d, m, i) : ra_shm__admit(s, d, m, i, file);
         }
+        if (!status && m->fd[0].revents && ra_shm__accept(d, m))
+            status = ra_shm__refuse_errno(d, "accept", EMFILE);
     }
-    return RA_OK;
+    return status;
 }
 
-static ra_status ra_shm__map(ra_shm *s, const ra_shm_desc *d, int file) {
-    void *at = mmap(NULL, s->total, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    if (at == MAP_FAILED) return ra_shm__refuse_errno(d, "mmap of the shared file", errno);
-    s->head = (ra_shm__head *)at;
-    s->lane = (ra_shm__lane *)(void *)((uint8_t *)at + sizeof(ra_shm__head));
-    s->data = (uint8_t *)at + (s->total - s->data_bytes);
-    ra_shm__store(&s->head->seat[s->rank].state.v, RA_SHM__HERE);
-    return RA_OK;
+/* Sends all pidfds to each rank, one after another: else ranks * ranks would be in flight. */
+static ra_status ra_shm__share(ra_shm *s, const ra_shm_desc *d, ra_shm__meeting *m) {
+    int fds[RA_SHM_MAX_RANKS];
+    ra_status status = RA_OK;
+    ra_shm__note note;
+    memset(&note, 0, sizeof note);
+    for (int r = 0; r < s->ranks; r++) fds[r] = s->pidfd[r].fd;
+    for (int r = 1; r < s->ranks && !status; r++) {
+        if (ra_shm__give(m->fd[r].fd, &note, sizeof note, fds, s->ranks, d->deadline_ns))
+            return errno == ETOOMANYREFS ? ra_shm__refuse_errno(d, "sendmsg", errno)
+                                         : ra_shm__went(d, r, m->pid[r]);
+        status = ra_shm__hear(d, m, r);
+    }
+    return status;
+}
+
+static ra_status ra_shm__listen(const ra_shm_desc *d, ra_shm__meeting *m) {
+    struct sockaddr_un a;
+    socklen_t length = ra_shm__address(d, &a);
+    ra_shm__who who;
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), number, c;
+    if (fd < 0) return ra_shm__refuse_errno(d, "socket", errno);
+    if (!bind(fd, (struct sockaddr *)(void *)&a, length) && !listen(fd, SOMAXCONN)) {
+        m->fd[0].fd = fd;
+        return RA_OK;
+    }
+    number = errno;
+    close(fd);
+    if (number != EADDRINUSE) return ra_shm__refuse_errno(d, "bind", number);
+    memset(&who, 0, sizeof who);
+    c = ra_shm__call(d);
+    if (c >= 0) (void)ra_shm__is_mine(c, &who);
+    if (c >= 0) close(c);
+    else return ra_shm__refuse(d, RA_E_BUSY, "name", "another process has this name");
+    return ra_shm__refuse(d, RA_E_BUSY, "name", "process %d of user %u has this name: another ring "
+                          "of this name is being set up at this moment", who.pid, who.uid);
+}
+
+/* Creates the file. A limit is refused before it is met, which would raise SIGXFSZ. */
+static ra_status ra_shm__create(ra_shm *s, const ra_shm_desc *d, int *file) {
+    struct rlimit most;
+    if (s->ranks > 1 && ra_shm__most_files() < (unsigned long long)ra_shm__files(d))
+        return ra_shm__refuse_errno(d, "meeting", EMFILE);
+    if (!getrlimit(RLIMIT_FSIZE, &most) && most.rlim_cur < s->total)
+        return ra_shm__refuse(d, RA_E_IO, "system", "the shared file has %llu bytes, but the limit "
+                              "of this process is %llu (ulimit -f)", (unsigned long long)s->total,
+                              (unsigned long long)most.rlim_cur);
+    *file = (int)syscall(SYS_memfd_create, "ra_shm", 3u /* MFD_CLOEXEC, MFD_ALLOW_SEALING */);
+    if (*file < 0) return ra_shm__refuse_errno(d, "memfd_create", errno);
+    if (ftruncate(*file, (off_t)s->total))
+        return ra_shm__refuse_errno(d, "ftruncate of the shared file", errno);
+    if (fcntl(*file, RA_SHM__ADD_SEALS, RA_SHM__SEALS))
+        return ra_shm__refuse_errno(d, "sealing the shared file", errno);
+    return ra_shm__map(s, d, *file);
+}
+
+/* Tells those who have come how the meeting has ended, and after a failure those who come within
+ * two seconds. */
+static void ra_shm__dismiss(const ra_shm_desc *d, ra_shm__meeting *m, ra_status status) {
+    int64_t until = ra_deadline_ms(2000);
+    ra_shm__note note;
+    int told = 1;
+    memset(&note, 0, sizeof note);
+    note.status = status;
+    if (status) snprintf(note.text, sizeof note.text, "rank 0: %.600s", d->error->text);
+    else close(m->fd[0].fd);           /* the name is free before anybody goes on */
+    for (;;) {
+        for (int i = 1; i < 2 * d->ranks; i++) {
+            if (m->fd[i].fd < 0) continue;
+            if (i >= d->ranks && !status) {
+                note.status = RA_E_SHAPE;
+                snprintf(note.text, sizeof note.text, "all ranks have come already");
+            }
+            (void)ra_shm__give(m->fd[i].fd, &note, sizeof note, NULL, 0, 0);
+            close(m->fd[i].fd);
+            m->fd[i].fd = -1;
+            told++;
+        }
+        if (!status) return;
+        if (told >= d->ranks || ra_now_ns() >= (until < d->deadline_ns ? until : d->deadline_ns))
+            break;
+        if (poll(m->fd, 1, 10) > 0 && ra_shm__accept(d, m) && m->fd[d->ranks].fd < 0) break;
+    }
+    close(m->fd[0].fd);
 }
 
 /* Rank 0: creates the file and waits for the others. */
 static ra_status ra_shm__host(ra_shm *s, const ra_shm_desc *d) {
-    int seat[RA_SHM_MAX_RANKS], fds[RA_SHM_MAX_RANKS];
-    int file = (int)syscall(SYS_memfd_create, "ra_shm", 1u /* MFD_CLOEXEC */), listener = -1;
+    int file = -1;
+    ra_shm__meeting m;
     ra_status status = RA_OK;
-    struct sockaddr_un a;
-    socklen_t length = ra_shm__address(d, &a);
-    ra_shm__answer go;
-    memset(&go, 0, sizeof go);
-    for (int r = 0; r < s->ranks; r++) seat[r] = -1;
-    if (file < 0) return ra_shm__refuse_errno(d, "memfd_create", errno);
-    if (ftruncate(file, (off_t)s->total))
-        status = ra_shm__refuse_errno(d, "ftruncate of the shared file", errno);
-    if (!status) status = ra_shm__map(s, d, file);
+    memset(&m, 0, sizeof m);
+    for (int i = 0; i < 2 * s->ranks; i++) {
+        m.fd[i].fd = -1;
+        m.fd[i].events = POLLIN;
+    }
+    if (s->ranks > 1) status = ra_shm__listen(d, &m);
+    if (!status) status = ra_shm__create(s, d, &file);
     if (!status && s->ranks > 1) {
         s->pidfd[0].fd = ra_shm__pidfd((int)getpid());
-        listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
         if (s->pidfd[0].fd < 0) status = ra_shm__refuse_errno(d, "pidfd_open", errno);
-        else if (listener < 0) status = ra_shm__refuse_errno(d, "socket", errno);
-        else if (bind(listener, (struct sockaddr *)(void *)&a, length))
-            status = errno == EADDRINUSE
-                         ? ra_shm__refuse(d, RA_E_BUSY, "name", "another ring of this name is "
-                                                                "being set up at this moment")
-                         : ra_shm__refuse_errno(d, "bind", errno);
-        else if (listen(listener, s->ranks)) status = ra_shm__refuse_errno(d, "listen", errno);
-        else status = ra_shm__gather(s, d, listener, file, seat);
+        if (!status) status = ra_shm__gather(s, d, &m, file);
+        if (!status) status = ra_shm__share(s, d, &m);
     }
-    if (listener >= 0) close(listener); /* first: the name is free before anybody goes on */
-    go.status = status;
-    if (d->error && status) snprintf(go.text, sizeof go.text, "%s", d->error->text);
-    for (int r = 0; r < s->ranks; r++) fds[r] = s->pidfd[r].fd;
-    for (int r = 1; r < s->ranks; r++) {
-        if (seat[r] < 0) continue;
-        (void)ra_shm__give(seat[r], &go, sizeof go, fds, status ? 0 : s->ranks);
-        close(seat[r]);
-    }
-    close(file);
+    if (file >= 0) close(file);
+    if (m.fd[0].fd >= 0) ra_shm__dismiss(d, &m, status);
     return status;
 }
 
-/* What an answer of rank 0 means; RA_OK: go on. */
-static ra_status ra_shm__heard(const ra_shm_desc *d, int got, int want,
-                               const ra_shm__answer *answer) {
+/* -------------------------------------------------------------------------- the other ranks */
+/* What a note of rank 0 means, with which `got` of `want` descriptors came; RA_OK: go on. */
+static ra_status ra_shm__heard(const ra_shm_desc *d, const ra_shm__who *who, int got, int want,
+                               const ra_shm__note *note) {
     if (got == -2)
-        return ra_shm__refuse(d, RA_E_TIMEOUT, "deadline_ns",
-                              "not all ranks have come by the deadline");
-    if (got == -1)
-        return ra_shm__refuse(d, RA_E_PEER, "ranks", "rank 0 went away while the ring was set up");
-    if (answer->status)
-        return ra_shm__refuse(d, answer->status, answer->status == RA_E_SHAPE ? "hello" : "ranks",
-                              answer->text);
-    return got == want ? RA_OK : ra_shm__refuse(d, RA_E_IO, "system",
-                                                "no descriptors came: too many open files?");
+        return ra_shm__refuse(d, RA_E_TIMEOUT, "deadline_ns", "not all ranks have come by the "
+                              "deadline, or rank 0 (process %d) is stopped", who->pid);
+    if (got == -1) return ra_shm__went(d, 0, who->pid);
+    if (note->status)
+        return ra_shm__refuse(d, note->status, note->status == RA_E_SHAPE ? "hello" : "ranks",
+                              "%s", note->text);
+    return got == want ? RA_OK : ra_shm__refuse_errno(d, "receiving descriptors", EMFILE);
 }
 
-/* The other ranks: connect to rank 0, and wait for it until the deadline. */
-static ra_status ra_shm__connect(const ra_shm_desc *d, int *out) {
-    struct sockaddr_un a;
-    socklen_t length = ra_shm__address(d, &a);
-    for (;;) {
-        int number, c = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-        if (c < 0) return ra_shm__refuse_errno(d, "socket", errno);
-        *out = c;
-        if (!connect(c, (struct sockaddr *)(void *)&a, length)) return RA_OK;
-        number = errno;
-        close(c);
+/* Connects to rank 0, and waits for it until the deadline. */
+static ra_status ra_shm__connect(const ra_shm_desc *d, int *c, ra_shm__who *who) {
+    while ((*c = ra_shm__call(d)) < 0) {
+        int number = errno;
         if (number != ECONNREFUSED && number != EINTR && number != EAGAIN)
             return ra_shm__refuse_errno(d, "connect", number);
+        if (ra_now_ns() > d->deadline_ns && number == EAGAIN)
+            return ra_shm__refuse(d, RA_E_TIMEOUT, "deadline_ns", "a process that takes no "
+                                  "connection has this name (ss -xlp shows it): is it stopped?");
         if (ra_now_ns() > d->deadline_ns)
             return ra_shm__refuse(d, RA_E_TIMEOUT, "deadline_ns",
                                   "rank 0 has not opened a ring of this name by the deadline");
-        ra_shm__nap(2000000);
+        if (number == ECONNREFUSED) ra_shm__nap(2000000);
     }
+    if (ra_shm__is_mine(*c, who)) return RA_OK;
+    close(*c);
+    return ra_shm__refuse(d, RA_E_BUSY, "name", "process %d of user %u has this name, and this is "
+                          "user %u", who->pid, who->uid, (unsigned)geteuid());
+}
+
+static void ra_shm__report(const ra_shm_desc *d, int c, ra_status status) {
+    ra_shm__note note;
+    memset(&note, 0, sizeof note);
+    note.status = status;
+    if (status) snprintf(note.text, sizeof note.text, "%s", d->error->text);
+    (void)ra_shm__give(c, &note, sizeof note, NULL, 0, 0);
 }
 
 static ra_status ra_shm__join(ra_shm *s, const ra_shm_desc *d) {
-    int fds[RA_SHM_MAX_RANKS], c = -1, got;
-    ra_shm__answer answer;
+    const int64_t some = 80000000;     /* later than rank 0, so that it can say who is missing */
+    const int64_t late = d->deadline_ns > INT64_MAX - some ? INT64_MAX : d->deadline_ns + some;
+    int fds[RA_SHM_MAX_RANKS], c = -1, file = -1, got;
+    ra_shm__note note;
     ra_shm__hello h;
-    int64_t late;                      /* so that rank 0 can say who is missing */
-    ra_status status = ra_shm__connect(d, &c);
+    ra_shm__who who;
+    ra_status status = ra_shm__connect(d, &c, &who);
     if (status) return status;
     memset(&h, 0, sizeof h);
     h.magic = RA_SHM__MAGIC;
@@ -766,23 +947,20 @@ static ra_status ra_shm__join(ra_shm *s, const ra_shm_desc *d) {
     h.ranks = s->ranks;
     h.slots = s->slots;
     h.slot_bytes = s->slot_bytes;
-    late = d->deadline_ns > INT64_MAX - 80000000 ? INT64_MAX : d->deadline_ns + 80000000;
-    got = ra_shm__give(c, &h, sizeof h, NULL, 0) ? -1 : ra_shm__take(c, &answer, fds, 1, late);
-    status = ra_shm__heard(d, got, 1, &answer);
+    (void)ra_shm__give(c, &h, sizeof h, NULL, 0, 0);
+    got = ra_shm__take(c, &note, &file, 1, late);
+    status = ra_shm__heard(d, &who, got, 1, &note);
+    if (!status) status = ra_shm__map(s, d, file);
+    if (file >= 0) close(file);
+    if (got >= 0) ra_shm__report(d, c, status);
     if (!status) {
-        status = ra_shm__map(s, d, fds[0]);
-        close(fds[0]);
+        got = ra_shm__take(c, &note, fds, s->ranks, late);
+        for (int r = 0; r < got; r++) s->pidfd[r].fd = fds[r];
+        status = ra_shm__heard(d, &who, got, s->ranks, &note);
+        if (got >= 0) ra_shm__report(d, c, status);
     }
-    if (!status) {
-        got = send(c, "m", 1, MSG_NOSIGNAL) == 1
-                  ? ra_shm__take(c, &answer, fds, s->ranks, late) : -1;
-        status = ra_shm__heard(d, got, s->ranks, &answer);
-    }
-    else got = 0;
-    for (int r = 0; r < got; r++) {
-        if (status) close(fds[r]);
-        else s->pidfd[r].fd = fds[r];
-    }
+    if (!status)
+        status = ra_shm__heard(d, &who, ra_shm__take(c, &note, NULL, 0, late), 0, &note);
     close(c);
     return status;
 }
@@ -833,12 +1011,12 @@ RA_SHM_API void ra_shm_close(ra_shm *shm) {
     if (!shm) return;
     for (int r = 0; r < shm->ranks; r++)
         if (shm->pidfd[r].fd >= 0) close(shm->pidfd[r].fd);
-    if (shm->head) {
+    if (shm->head && shm->pid == getpid()) {
         ra_shm__store(&shm->head->seat[shm->rank].state.v, RA_SHM__LEFT);
         for (int r = 0; r < shm->ranks; r++)
             if (r != shm->rank) ra_shm__ring(shm, r);
-        (void)munmap(shm->head, shm->total);
     }
+    if (shm->head) (void)munmap(shm->head, shm->total);
     free(shm);
 }
 
@@ -849,15 +1027,18 @@ RA_SHM_API ra_status ra_shm_open(ra_shm **out, const ra_shm_desc *d) {
     ra_status status;
     ra_shm *s;
     size_t lanes, head;
+    ra_error unheard;
     if (!out || !d) return RA_E_NULL;
     *out = NULL;
     full = *d;
+    if (!full.error) full.error = &unheard;
     if (!full.slots) full.slots = 8;
     if (!full.deadline_ns) full.deadline_ns = ra_deadline_ms(60000);
     status = ra_shm__check(&full);
     if (status) return status;
     s = (ra_shm *)calloc(1, sizeof *s);
-    if (!s) return ra_shm__refuse(d, RA_E_NOMEM, "memory", "malloc returned null");
+    if (!s) return ra_shm__refuse(&full, RA_E_NOMEM, "memory", "malloc returned null");
+    s->pid = getpid();
     s->rank = full.rank;
     s->ranks = full.ranks;
     s->slots = full.slots;
