@@ -325,8 +325,7 @@ static int ra_shm__receive(ra_shm *s, ra_shm__fifo *f, int channel) {
         state = RA_E_PROTO;
     } else if (e.len != op->len) {     /* what fits shows the library why */
         state = RA_E_TRUNC;
-        if (e.len > op->len) e.len = op->len;
-        if (e.len) memcpy(op->buf, s->data + e.at, (size_t)e.len);
+        memcpy(op->buf, s->data + e.at, e.len < op->len ? (size_t)e.len : op->len);
     } else if ((op->flags & RA_MSG_LOAN_OK) && e.len && ra_shm__lend(s, lane, e.at)) {
         op->buf = s->data + e.at;
         s->count.loans++;
