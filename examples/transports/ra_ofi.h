@@ -65,8 +65,9 @@
  * it is closed while a peer reads a long message: there it returns RA_E_UNSAFE, and the library
  * leaks the buffers. A context that has failed stays failed: open a new one.
  *
- * shm has a file in /dev/shm per context. The provider removes it, also on SIGTERM and SIGINT. That
- * of a killed process is removed by the ranks that notice the death.
+ * shm has a file in /dev/shm per context while ranks meet. Each removes its own when all have met,
+ * so nothing is left whichever ranks are killed later. That of a process that is killed before is
+ * removed by the ranks that notice the death, and stays if all of them are killed: 16 MiB each.
  *
  * SPDX-License-Identifier: MIT OR Unlicense */
 #if !defined(RA_OFI_H)
@@ -132,9 +133,11 @@ enum { RA_OFI_MAX_RANKS = 16384 };
 
 /* ========================================================================== what travels
  * Tags: kind in bits 46 and 47, channel in 44 and 45, sender from 30 to 43, number from 0 to 29. 48
- * bits are what every provider has. Immediate data: sender, channel, 16 bits of the number. */
+ * bits are what every provider has. Immediate data: sender, RA_OFI__CUT, channel, 16 bits of the
+ * number. */
 enum { RA_OFI__CHANNELS = 2, RA_OFI__OPS = 64, RA_OFI__INBOX = 64, RA_OFI__ADDRESS = 192 };
-enum { RA_OFI__MAGIC = 0x69664f52, RA_OFI__VERSION = 1, RA_OFI__NUMBERS = (1 << 30) - 1 };
+enum { RA_OFI__MAGIC = 0x69664f52, RA_OFI__VERSION = 2, RA_OFI__NUMBERS = (1 << 30) - 1,
+       RA_OFI__CUT = 1 << 17 };
 enum { RA_OFI__PATIENCE_MS = 80, RA_OFI__CLOSE_MS = 10000, RA_OFI__SILENCE_MS = 500,
        RA_OFI__GRACE_MS = 20, RA_OFI__RETRY_MS = 20, RA_OFI__DEAF_MS = 3000 };
 #define RA_OFI__MS ((int64_t)1000000)
@@ -151,7 +154,8 @@ typedef struct ra_ofi__record {        /* a rank: identity, settings, address */
 
 enum { RA_OFI__HELLO = 1,              /* with the record. why: 1: the peer's hello has come */
        RA_OFI__CREDIT,                 /* at, key, len: where message `number` is to be written */
-       RA_OFI__TRUNC,                  /* len: of message `number`, which does not fit its credit */
+       RA_OFI__TRUNC,                  /* len: of message `number`, which does not fit its credit;
+                                        * what does is written, with RA_OFI__CUT */
        RA_OFI__GOODBYE,                /* why: the failure */
        RA_OFI__DRAIN,                  /* message `number` may have no receive: discard it, so that
                                         * its send ends */
@@ -186,6 +190,8 @@ typedef struct ra_ofi__slot {          /* an accepted op, until the provider has
     ra_ofi__note note;                 /* its credit, or the sender's refusal of one */
     ra_transport_op *op;               /* null: for the library it has ended */
     int32_t used, receives, channel;
+    int32_t cuts;                      /* what has come of a message that is cut: 1 what fits or the
+                                        * length, 2 both */
     uint32_t number;
     uint8_t *buf;
     size_t len;
@@ -387,7 +393,7 @@ static void ra_ofi__end(ra_ofi__slot *s, int32_t state, size_t done) {
 
 /* A slot is free when neither library nor provider needs it. */
 static void ra_ofi__settle(ra_ofi__slot *s) {
-    if (s->op || s->token.state == RA_OFI__FLYING || s->note.token.state == RA_OFI__FLYING) return;
+    if (s->op || s->token.state == RA_OFI__FLYING || ra_ofi__flies(&s->note)) return;
     if (s->own.mr) (void)fi_close(&s->own.mr->fid);
     s->own.mr = NULL;
     s->token.state = s->note.token.state = RA_OFI__IDLE;
@@ -444,13 +450,12 @@ static void ra_ofi__start_one_sided(ra_ofi *o, ra_ofi__slot *s) {
     c = &p->credit[s->channel * RA_OFI__OPS + (int)(s->number % RA_OFI__OPS)];
     if (!c->there || c->number != s->number) return;
     if (c->len != s->len) {
-        s->token.state = RA_OFI__DONE;
-        ra_ofi__write(o, &s->note, RA_OFI__TRUNC, s->token.peer);
-        ra_ofi__end(s, RA_E_TRUNC, (size_t)c->len);
-        return;
+        data |= RA_OFI__CUT;
+        if (s->note.token.state == RA_OFI__IDLE)
+            ra_ofi__write(o, &s->note, RA_OFI__TRUNC, s->token.peer);
     }
-    code = fi_writedata(o->ep, s->buf, s->len, fi_mr_desc(s->mr->mr), data, p->at, c->at, c->key,
-                        &s->token.context);
+    code = fi_writedata(o->ep, s->buf, c->len < s->len ? (size_t)c->len : s->len,
+                        fi_mr_desc(s->mr->mr), data, p->at, c->at, c->key, &s->token.context);
     if (code == -FI_EAGAIN) return;
     c->there = 0;
     s->token.state = RA_OFI__FLYING;
@@ -491,6 +496,7 @@ static void ra_ofi__accept(ra_ofi *o, ra_ofi__slot *s, ra_transport_op *op) {
     s->number = *number;
     s->buf = (uint8_t *)op->buf;
     s->len = op->len;
+    s->cuts = 0;
     s->token.what = RA_OFI__SLOT;
     s->token.peer = op->peer;
     s->token.state = RA_OFI__DUE;
@@ -556,14 +562,20 @@ static void ra_ofi__judge(const ra_ofi *o, const ra_ofi__record *r, char *text, 
         snprintf(text, room, "another rank says that it is rank %d", r->rank);
 }
 
+/* The file of a rank in /dev/shm, or "". */
+static const char *ra_ofi__file(const ra_ofi *o, const ra_ofi__record *r) {
+    const char *name = o->reaches ? strstr((const char *)r->address, "://") : NULL;
+    return name ? name + 3 : "";
+}
+
 /* Peers of this machine are watched by their process. -1: it has ended. */
 static int ra_ofi__watch(ra_ofi *o, const ra_ofi__record *r) {
     ra_ofi__peer *p = &o->peer[r->rank];
-    const char *name = o->reaches ? strstr((const char *)r->address, "://") : NULL;
+    const char *name = ra_ofi__file(o, r);
     if (p->pidfd >= 0 || !r->machine || r->machine != o->record.machine ||
         r->pid == o->record.pid)
         return 0;
-    if (name) snprintf(p->file, sizeof p->file, "%.60s", name + 3);
+    snprintf(p->file, sizeof p->file, "%.60s", name);
     if (o->d.no_pidfd) return 0;
     p->pidfd = (int)syscall(434 /* pidfd_open */, (int)r->pid, 0);
     return p->pidfd < 0 && errno == ESRCH ? -1 : 0;
@@ -583,6 +595,15 @@ static void ra_ofi__hear_hello(ra_ofi *o, const ra_ofi__letter *l) {
     if (p->heard) return;
     p->heard = 1;
     (void)ra_ofi__watch(o, r);
+}
+
+/* What fits a receive has come, or (length) how long its message is. */
+static void ra_ofi__hear_cut(ra_ofi__slot *s, size_t length) {
+    if (length) s->len = length;
+    if (++s->cuts < 2) return;
+    s->token.state = RA_OFI__DONE;
+    ra_ofi__end(s, RA_E_TRUNC, s->len);
+    ra_ofi__settle(s);
 }
 
 static void ra_ofi__hear(ra_ofi *o, const ra_ofi__letter *l, size_t bytes) {
@@ -621,10 +642,7 @@ static void ra_ofi__hear(ra_ofi *o, const ra_ofi__letter *l, size_t bytes) {
     }
     if (l->kind == RA_OFI__TRUNC) {
         s = ra_ofi__awaiting(o, l->from, l->channel, l->number, RA_OFI__NUMBERS);
-        if (!s) return;
-        s->token.state = RA_OFI__DONE;
-        ra_ofi__end(s, RA_E_TRUNC, (size_t)l->len);
-        ra_ofi__settle(s);
+        if (s) ra_ofi__hear_cut(s, (size_t)l->len);
     }
 }
 
@@ -641,9 +659,13 @@ static void ra_ofi__complete(ra_ofi *o, const struct fi_cq_tagged_entry *e) {
     o->ended++;
     if (e->flags & FI_REMOTE_CQ_DATA) {
         uint32_t data = (uint32_t)e->data;
-        s = ra_ofi__awaiting(o, data >> 18, data >> 16 & 3, data & 0xffff, 0xffff);
+        s = ra_ofi__awaiting(o, data >> 18, data >> 16 & 1, data & 0xffff, 0xffff);
         if (!s) return;
         o->peer[s->token.peer].moved_ns = ra_now_ns();
+        if (data & RA_OFI__CUT) {
+            ra_ofi__hear_cut(s, 0);
+            return;
+        }
         s->token.state = RA_OFI__DONE;
         ra_ofi__end(s, RA_MSG_DONE, s->len);
         ra_ofi__settle(s);
@@ -690,6 +712,8 @@ static void ra_ofi__complete_error(ra_ofi *o) {
             (void)ra_ofi__say(o, RA_E_PEER, "rank %d: %s", t->peer, fi_strerror(e.err));
     }
     if (!s) return;
+    if (e.err == FI_ETRUNC && s->receives && e.olen)       /* what fits has come */
+        ra_ofi__end(s, RA_E_TRUNC, s->len + e.olen);
     if (t->what == RA_OFI__SLOT) ra_ofi__fail(o, s, e.err, s->receives ? "receiving" : "sending");
     ra_ofi__settle(s);
 }
@@ -727,6 +751,12 @@ static void ra_ofi__move(ra_ofi *o) {
 }
 
 /* ========================================================================== dead peers */
+static void ra_ofi__unlink(const char *file) {
+    char path[96];
+    snprintf(path, sizeof path, "/dev/shm/%.64s", file);
+    if (file[0] && !strchr(file, '/')) (void)unlink(path);
+}
+
 /* Checks which processes of this machine have ended. What such a process had sent may still arrive
  * for a while. */
 static void ra_ofi__look(ra_ofi *o, int64_t now) {
@@ -743,13 +773,11 @@ static void ra_ofi__look(ra_ofi *o, int64_t now) {
     if (!n || poll(o->watched, (nfds_t)n, 0) <= 0) return;
     for (int r = 0, i = 0; r < o->ranks; r++) {
         ra_ofi__peer *p = &o->peer[r];
-        char path[96];
         if (p->pidfd < 0 || !o->watched[i++].revents) continue;
         close(p->pidfd);
         p->pidfd = -1;
         p->gone_ns = now;
-        snprintf(path, sizeof path, "/dev/shm/%s", p->file);
-        if (p->file[0] && !strchr(p->file, '/')) (void)unlink(path);
+        ra_ofi__unlink(p->file);
         if (!p->left)
             (void)ra_ofi__say(o, RA_E_PEER, "the process of rank %d has ended", r);
     }
@@ -1241,6 +1269,7 @@ static ra_status ra_ofi__meet(ra_ofi *o) {
     for (int r = 0; r < o->ranks; r++) o->peer[r].moved_ns = ra_now_ns();
     if (o->path[0]) (void)unlink(o->path);
     o->path[0] = 0;
+    ra_ofi__unlink(ra_ofi__file(o, &o->record)); /* all others have mapped it: they said hello */
     return RA_OK;
 }
 

@@ -8,6 +8,7 @@
 #include "tests/harness.h"
 
 #include <arpa/inet.h>
+#include <dirent.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 
@@ -206,6 +207,78 @@ TEST(by_environment) {
     unsetenv("RA_OFI_ADDRESSES");
 }
 
+/* Opens both ranks in a directory of their own, which is removed again; 0: they did not meet. */
+static int open_both(meeting *m, const form *f) {
+    char directory[] = "/tmp/ra_ofi.XXXXXX";
+    if (!CHECK(mkdtemp(directory) != NULL)) return 0;
+    describe_both(m, f);
+    for (int r = 0; r < 2; r++) m[r].d.directory = directory;
+    both(m, meet);
+    CHECK_EQ(rmdir(directory), 0);
+    return CHECK_EQ(m[0].status, RA_OK) && CHECK_EQ(m[1].status, RA_OK);
+}
+
+/* A receive that meets another length has what fits, and says which length: unless `loses`, a
+ * provider that ends the connection at a short message that is too long. */
+static void other_lengths(const form *f, int loses) {
+    static uint8_t from[1 << 17], to[1 << 17];
+    static const size_t sent[4] = { 1000, 1000, 100000, 100000 };
+    static const size_t want[4] = { 200, 1600, 70000, 130000 };
+    meeting m[2];
+    if (!here(f)) return;
+    for (int i = 0; i < 4 && open_both(m, f); i++) {
+        const size_t fits = sent[i] < want[i] ? sent[i] : want[i];
+        const int64_t until = ra_deadline_ms(10000);
+        ra_transport_op op[2];
+        h_context("%zu bytes meet a receive of %zu", sent[i], want[i]);
+        memset(op, 0, sizeof op);
+        memset(to, 0, sizeof to);
+        for (size_t k = 0; k < sizeof from; k++) from[k] = (uint8_t)(k * 7 + (size_t)i + k / 256);
+        for (int r = 0; r < 2; r++) {
+            const ra_transport *t = ra_ofi_transport(m[r].ofi);
+            ra_transport_op *list[1] = { &op[r] };
+            op[r].kind = (uint8_t)(r ? RA_MSG_RECV : RA_MSG_SEND);
+            op[r].channel = (uint8_t)(i & 1);
+            op[r].peer = 1 - r;
+            op[r].buf = r ? to : from;
+            op[r].len = r ? want[i] : sent[i];
+            CHECK_EQ(t->post(t->ctx, list, 1), RA_OK);
+        }
+        while ((op[0].state == RA_MSG_PENDING || op[1].state == RA_MSG_PENDING) &&
+               ra_now_ns() < until)
+            for (int r = 0; r < 2; r++)
+                (void)ra_ofi_transport(m[r].ofi)->poll(ra_ofi_transport(m[r].ofi)->ctx, NULL, 0);
+        CHECK(op[0].state == RA_MSG_DONE || op[0].state == RA_E_TRUNC);
+        CHECK_EQ(op[1].state, RA_E_TRUNC);
+        if (!loses || i || op[1].done) {
+            CHECK_EQ(op[1].done, sent[i]);
+            CHECK_BITS(to, from, fits);
+        }
+        CHECK_EQ(to[fits], 0);
+        both(m, part);
+    }
+}
+
+TEST(other_lengths_of_rxm) { other_lengths(&rxm, 1); }
+TEST(other_lengths_of_rxm_one_sided) { other_lengths(&rxm_one_sided, 0); }
+TEST(other_lengths_of_shm) { other_lengths(&shm, 0); }
+TEST(other_lengths_of_net) { other_lengths(&net, 0); }
+
+/* Once ranks have met, /dev/shm has no file of theirs, which would stay if all were killed. */
+TEST(shm_leaves_no_file) {
+    meeting m[2];
+    char mine[40];
+    struct dirent *e;
+    DIR *d;
+    if (!here(&shm) || !open_both(m, &shm)) return;
+    d = opendir("/dev/shm");
+    snprintf(mine, sizeof mine, "%ld:", (long)getpid());
+    while (CHECK(d != NULL) && (e = readdir(d)) != NULL)
+        if (!CHECK(strncmp(e->d_name, mine, strlen(mine)) != 0)) printf("left: %s\n", e->d_name);
+    if (d) closedir(d);
+    both(m, part);
+}
+
 TEST(whoever_differs_is_told) {
     char directory[] = "/tmp/ra_ofi.XXXXXX", path[64];
     meeting m[2];
@@ -377,6 +450,8 @@ int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(tcp_rxm), ENTRY(tcp_rxm_one_sided), ENTRY(tcp_rxm_threads), ENTRY(shared_memory),
         ENTRY(tcp_net), ENTRY(by_exchange), ENTRY(by_environment), ENTRY(whoever_differs_is_told),
+        ENTRY(other_lengths_of_rxm), ENTRY(other_lengths_of_rxm_one_sided),
+        ENTRY(other_lengths_of_shm), ENTRY(other_lengths_of_net), ENTRY(shm_leaves_no_file),
         ENTRY(bad_descriptors), ENTRY(a_killed_process), ENTRY(a_killed_process_one_sided),
         ENTRY(a_killed_process_of_shm), ENTRY(a_killed_process_of_net),
         ENTRY(a_peer_that_only_pings_find), ENTRY(a_stopped_process),
