@@ -308,12 +308,23 @@ static void memory(void) {
     end_test();
 }
 
+/* 1: what fits of the message of `lengths` has come, or the op says that nothing has. */
+static int cut_right(const ra_transport_op *op, size_t sent) {
+    size_t n = sent < op->len ? sent : op->len;
+    if (op->state != RA_E_TRUNC || (op->done && op->done != sent)) return 0;
+    if (!op->done) printf("%zu bytes meet a receive of %zu: done is 0\n", sent, op->len);
+    for (size_t i = 0; op->done && i < n; i++)
+        if (((const char *)op->buf)[i] != (char)(i + 1)) return 0;
+    return op->done || sent > op->len;
+}
+
 /* Messages longer or shorter than the receive: RA_E_TRUNC, and the job continues. */
 static void lengths(void) {
     ra_mpi *m = NULL;
     g.test = "other_lengths";
     for (int sent = 50; sent <= 200; sent += 150) {
-        char bytes[200] = "";
+        char bytes[200];
+        for (int i = 0; i < 200; i++) bytes[i] = (char)(g.rank ? 0 : i + 1);
         CHECK(ra_mpi_open(&m, MPI_COMM_WORLD, 0, NULL) == RA_OK);
         if (g.rank < 2) {
             const ra_transport *t = ra_mpi_transport(m);
@@ -325,7 +336,7 @@ static void lengths(void) {
             while (!code && op.state == RA_MSG_PENDING && ra_now_ns() < until)
                 code = t->poll(t->ctx, &one, 1);
             CHECK(code == RA_OK);
-            CHECK(op.state == (g.rank ? RA_E_TRUNC : RA_MSG_DONE));
+            CHECK(g.rank ? cut_right(&op, (size_t)sent) : op.state == RA_MSG_DONE);
         }
         CHECK(ra_mpi_close(m) == RA_OK);
     }

@@ -43,7 +43,7 @@
  * dead peers: mpirun ends the job, or deadlines end the wait. After a failure among live ranks open
  * a new context and go on.
  *
- * Level 0 is at the end: ten lines without all of this, which block if a peer fails.
+ * Level 0 is at the end: some lines without all of this, which block if a peer fails.
  *
  * SPDX-License-Identifier: MIT OR Unlicense */
 #if !defined(RA_MPI_H)
@@ -243,8 +243,9 @@ static void ra_mpi__done(ra_mpi *m, int i, const MPI_Status *s, int code) {
         bytes = 0;
     } else if (receives) {
         m->got[op->peer].n[op->channel]++;
-        if (!code) bytes = ra_mpi__bytes(s);
+        bytes = !code || state == RA_E_TRUNC ? ra_mpi__bytes(s) : 0;
         if (!code && bytes != op->len) state = RA_E_TRUNC;
+        if (code && bytes <= op->len) bytes = 0; /* this MPI does not say how long it is */
     }
     op->done = bytes;
     op->state = state;
@@ -573,11 +574,17 @@ RA_MPI_API const ra_transport *ra_mpi_transport(const ra_mpi *mpi) { return &mpi
  * knows no deadline and no abort: if a peer fails, it blocks. */
 static inline int ra_mpi_sendrecv(void *comm, int to, const void *s, size_t s_len, int from,
                                   void *r, size_t r_len, uint64_t tag, int64_t deadline_ns) {
+    MPI_Status got;
+    int n = 0, kind = 0, code;
     (void)deadline_ns;
     if (s_len > INT_MAX || r_len > INT_MAX) return RA_E_TRUNC;
-    return MPI_Sendrecv(s, (int)s_len, MPI_BYTE, to == RA_NO_PEER ? MPI_PROC_NULL : to, (int)tag,
+    code = MPI_Sendrecv(s, (int)s_len, MPI_BYTE, to == RA_NO_PEER ? MPI_PROC_NULL : to, (int)tag,
                         r, (int)r_len, MPI_BYTE, from == RA_NO_PEER ? MPI_PROC_NULL : from,
-                        (int)tag, *(MPI_Comm *)comm, MPI_STATUS_IGNORE) ? RA_E_IO : RA_OK;
+                        (int)tag, *(MPI_Comm *)comm, &got);
+    if (code) (void)MPI_Error_class(code, &kind);
+    else (void)MPI_Get_count(&got, MPI_BYTE, &n);
+    if (code) return kind == MPI_ERR_TRUNCATE ? RA_E_TRUNC : RA_E_IO;
+    return (size_t)n == r_len ? RA_OK : RA_E_TRUNC;
 }
 
 RA_MPI_API ra_transport ra_mpi_level0(MPI_Comm *comm) {
