@@ -14,6 +14,8 @@
  *   ./ring_ofi --ranks 2 --rank 1 --directory /shared/job-1        on the second
  *
  * --list host:port,host:port takes the place of --directory. --address HOST chooses the interface.
+ * The number of the run is a hash of the task, the number of ranks and the version of the library:
+ * ranks that differ in these do not meet.
  * --tokens N --heads N --kv-heads N --dim N --chunk N --full --seconds N change the task. */
 #define RINGATTN_IMPLEMENTATION
 #include "transports/ra_ofi.h"
@@ -43,7 +45,6 @@ static int on_rank(const options *o, int rank, ring_figures *f, float *all) {
     s = ra_plan_create(&plan, &d, NULL);
     if (!s) {
         od.rank = rank;
-        od.shape = (uint64_t)o->t.tokens;  /* other lengths are refused */
         od.deadline_ns = ra_deadline_ms(1000 * o->t.seconds);
         od.error = &why;
         s = ra_ofi_open(&ofi, &od);
@@ -91,7 +92,8 @@ static int run_all(options *o) {
     if (bad) {                         /* ranks that never met leave their files */
         for (int r = 0; r < ranks; r++) {
             char path[64];
-            snprintf(path, sizeof path, "%s/ra_ofi.0.0.%d", directory, r);
+            snprintf(path, sizeof path, "%s/ra_ofi.%llu.0.%d", directory,
+                     (unsigned long long)o->ofi.world, r);
             (void)unlink(path);
         }
         printf("a rank failed\n");
@@ -148,6 +150,7 @@ int main(int argc, char **argv) {
         fprintf(stderr, "1 to %d ranks, at least one token\n", MOST_RANKS);
         return 2;
     }
+    o.ofi.world = ring_task_id("ring_ofi", &o.t, o.ofi.ranks);
     if (o.local && !o.ofi.address && strstr(o.ofi.provider, "tcp")) o.ofi.address = "127.0.0.1";
     if (o.local || o.ofi.rank == 0) {
         printf("%lld tokens, %d/%d heads of %d, %s, zigzag, %d processes over %s\n",

@@ -8,8 +8,11 @@
  * It starts n processes. Or start each rank yourself, in any order; each then compares its rows
  * with those of one rank:
  *
- *   for r in 0 1 2; do ./ring_shm -n 3 --name job-1 --rank $r & done; wait
+ *   for r in 0 1 2; do ./ring_shm -n 3 --rank $r & done; wait
  *
+ * A job number is part of the name by which ranks meet: a hash of the task, the number of ranks and
+ * the version of the library. So ranks that differ in these do not meet. --name NAME keeps apart
+ * jobs that are equal and run at the same time.
  * --tokens N --heads N --kv-heads N --dim N --chunk N --full --seconds N change the task. With
  * --decode you will see instead how long one token takes over a cache of 64 tokens that is split
  * over the processes, which is almost nothing but the exchange of partial results:
@@ -173,9 +176,12 @@ static int run_all(const ring_task *t, int ranks, int decode) {
     return ring_judge(t, b->figures, ranks, all);
 }
 
-static int run_one(const ring_task *t, const char *name, int rank, int ranks) {
+static int run_one(const ring_task *t, const char *job, int rank, int ranks) {
     static board b;
     float *all = (float *)calloc(ring_floats(t), sizeof *all);
+    char name[65];
+    snprintf(name, sizeof name, "%.44s.%016llx", job,
+             (unsigned long long)ring_task_id("ring_shm", t, ranks));
     int bad = !all || on_rank(t, name, rank, ranks, &b, all) ||
               ring_judge_one(t, &b.figures[rank], rank, all);
     free(all);
@@ -203,16 +209,17 @@ int main(int argc, char **argv) {
         }
     }
     if (ranks < 1 || ranks > MOST_RANKS || t.tokens < 1 || t.heads < 1 || t.kv_heads < 1 ||
-        t.dim < 1 || (name && (rank < 0 || rank >= ranks))) {
-        fprintf(stderr, "1 to %d ranks, at least one token, --rank with --name\n", MOST_RANKS);
+        t.dim < 1 || rank >= ranks || (name && (rank < 0 || strlen(name) > 44))) {
+        fprintf(stderr, "1 to %d ranks, at least one token, --name of up to 44 characters only "
+                        "with --rank\n", MOST_RANKS);
         return 2;
     }
-    if (decode && name) {
-        fprintf(stderr, "--decode starts its processes: without --name\n");
+    if (decode && rank >= 0) {
+        fprintf(stderr, "--decode starts its processes: without --rank\n");
         return 2;
     }
-    if (!decode && (!name || rank <= 0))
+    if (!decode && rank <= 0)
         printf("%lld tokens, %d/%d heads of %d, %s, zigzag, %d processes\n", (long long)t.tokens,
                t.heads, t.kv_heads, t.dim, t.full ? "full" : "causal", ranks);
-    return name ? run_one(&t, name, rank, ranks) : run_all(&t, ranks, decode);
+    return rank >= 0 ? run_one(&t, name ? name : "job", rank, ranks) : run_all(&t, ranks, decode);
 }

@@ -910,8 +910,8 @@ static ra_status ra_shm__connect(const ra_shm_desc *d, int *c, ra_shm__who *who)
             return ra_shm__refuse(d, RA_E_TIMEOUT, "deadline_ns", "a process that takes no "
                                   "connection has this name (ss -xlp shows it): is it stopped?");
         if (ra_now_ns() > d->deadline_ns)
-            return ra_shm__refuse(d, RA_E_TIMEOUT, "deadline_ns",
-                                  "rank 0 has not opened a ring of this name by the deadline");
+            return ra_shm__refuse(d, RA_E_TIMEOUT, "deadline_ns", "rank 0 has not opened a ring of "
+                                  "this name by the deadline: %s", d->name);
         if (number == ECONNREFUSED) ra_shm__nap(2000000);
     }
     if (ra_shm__is_mine(*c, who)) return RA_OK;

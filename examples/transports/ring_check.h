@@ -47,6 +47,13 @@ static inline uint64_t ring_job_id(const char *program, const char *const *name,
     return id ? id : 1;
 }
 
+/* The same, of a program whose ranks must agree on a task. */
+static inline uint64_t ring_task_id(const char *program, const ring_task *t, int ranks) {
+    const int64_t n[] = { ranks, t->tokens, t->heads, t->kv_heads, t->dim, t->chunk_tokens,
+                          t->full, (int64_t)t->seed };
+    return ring_job_id(program, NULL, 0, n, (int)(sizeof n / sizeof *n));
+}
+
 static inline size_t ring_floats(const ring_task *t) {
     size_t q = (size_t)(t->heads * t->dim), kv = (size_t)(t->kv_heads * t->dim);
     return (size_t)t->tokens * (2 * q + (size_t)t->heads + 2 * kv);
