@@ -730,6 +730,9 @@ static ra_status ra_shm__admit(ra_shm *s, const ra_shm_desc *d, ra_shm__meeting 
     }
     m->fd[h.rank].fd = c;
     m->pid[h.rank] = pid;
+    if (pid <= 0)
+        return ra_shm__refuse(d, RA_E_PEER, "ranks", "rank %d is in a pid name space that rank 0 "
+                              "cannot see", h.rank);
     s->pidfd[h.rank].fd = ra_shm__pidfd(pid);
     if (s->pidfd[h.rank].fd < 0) return ra_shm__refuse_errno(d, "pidfd_open", errno);
     if (!ra_shm__give(c, &note, sizeof note, &file, 1, d->deadline_ns)) return RA_OK;
@@ -824,7 +827,9 @@ static ra_status ra_shm__create(ra_shm *s, const ra_shm_desc *d, int *file) {
         return ra_shm__refuse(d, RA_E_IO, "system", "the shared file has %llu bytes, but the limit "
                               "of this process is %llu (ulimit -f)", (unsigned long long)s->total,
                               (unsigned long long)most.rlim_cur);
-    *file = (int)syscall(SYS_memfd_create, "ra_shm", 3u /* MFD_CLOEXEC, MFD_ALLOW_SEALING */);
+    *file = (int)syscall(SYS_memfd_create, "ra_shm", 11u /* CLOEXEC, ALLOW_SEALING, NOEXEC_SEAL */);
+    if (*file < 0 && errno == EINVAL)  /* before Linux 6.3 */
+        *file = (int)syscall(SYS_memfd_create, "ra_shm", 3u);
     if (*file < 0) return ra_shm__refuse_errno(d, "memfd_create", errno);
     if (ftruncate(*file, (off_t)s->total))
         return ra_shm__refuse_errno(d, "ftruncate of the shared file", errno);
