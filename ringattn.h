@@ -195,8 +195,10 @@
  *              + backward: f32 gradients of 4 chunks, with RA_CAP_SHARED of ranks + 3
  *   Threads  Threads may share plans, and calls of ra_attention with workspaces of their own may
  *            run at once. A ring runs one pass at a time, on any number of your threads. The
- *            library starts threads only in ra_world_run. Denormals are flushed to zero during a
- *            call. The floating-point mode that you had is restored.
+ *            library starts threads only in ra_world_run. During a call
+ *            arithmetic rounds to nearest, flushes denormals to zero and traps nothing, whatever
+ *            your program has set. Your settings and status flags are restored, also for callbacks.
+ *            New threads of ra_world_run have the settings of its caller.
  *   Errors   Every call that can fail returns a status. A refusal names the field and the reason.
  *            Nothing is printed, nothing aborts, and no wait is unbounded, except inside a sendrecv
  *            callback of yours that ignores its deadline.
@@ -1577,6 +1579,44 @@ extern int clock_gettime(int clock, struct timespec *time);
 extern int nanosleep(const struct timespec *request, struct timespec *remain);
 #endif
 
+/* The floating-point state of a thread: rounding, traps, treatment of denormals, status flags. The
+ * library computes in one of its own: to nearest, no traps, denormals flushed. So bits do not
+ * depend on the caller's state, and arithmetic raises no signal in a program that traps NaNs. A
+ * function that computes for a caller begins with
+ *     RA__OWN_FP ra__fp fp = ra__fp_enter();
+ * and however it returns, the caller has its own state again, status flags included. Callbacks run
+ * in the caller's state. The compiler does not order arithmetic and these functions; that of such a
+ * function starts from memory and ends there, or is in functions that are not inlined. */
+typedef uint64_t ra__fp;
+#define RA__OWN_FP __attribute__((cleanup(ra__fp_leave), unused)) const
+
+RA__INLINE void ra__fp_leave(const ra__fp *caller) {
+    __asm__ volatile("" : : : "memory");
+#if defined(__x86_64__)
+    __builtin_ia32_ldmxcsr((uint32_t)*caller);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0\n\tmsr fpsr, %1"
+                     : : "r"(*caller & 0xffffffffu), "r"(*caller >> 32) : "memory");
+#else
+    (void)caller;
+#endif
+}
+
+RA__INLINE ra__fp ra__fp_enter(void) {
+    ra__fp caller = 0;
+#if defined(__x86_64__)
+    caller = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(0x9fc0u);               /* MXCSR: FTZ, DAZ, all exceptions masked */
+#elif defined(__aarch64__)
+    uint64_t status;
+    __asm__ volatile("mrs %0, fpcr\n\tmrs %1, fpsr" : "=r"(caller), "=r"(status));
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)1 << 24) : "memory");        /* FPCR: FZ */
+    caller |= status << 32;
+#endif
+    __asm__ volatile("" : : : "memory");
+    return caller;
+}
+
 /* ========================================================================== TYPES
  * What the rooms below share: blocks of queries and of keys in the form that kernels take, and the
  * table of functions that an instruction set provides. */
@@ -2282,6 +2322,7 @@ static void ra__block_store(uint8_t *p, const float x[32], int32_t dtype) {
 
 RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
                                   int64_t n) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     uint8_t *to = (uint8_t *)dst;
     const uint8_t *from = (const uint8_t *)src;
     if (dst_dtype < RA_F32 || dst_dtype > RA_Q8_0 || src_dtype < RA_F32 || src_dtype > RA_Q8_0)
@@ -2562,6 +2603,7 @@ RA__NOINLINE void ra__merge_plain(float *o, float *lse, int64_t step, const floa
 
 RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
                            int32_t dim) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra__merge_plain(o, lse, 1, o2, lse2, rows, dim);
 }
 
@@ -8860,30 +8902,6 @@ static uint32_t ra__isa_probe(void) {
 static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR; }
 #endif
 
-/* Denormals are flushed during a call, also in a build without vector kernels, so that the numbers
- * do not depend on the mode of the caller. Returns the mode of the caller, for ra__fp_leave. */
-#if defined(__x86_64__)
-RA__INLINE uint32_t ra__fp_enter(void) {           /* MXCSR: FTZ and DAZ */
-    uint32_t before = __builtin_ia32_stmxcsr();
-    __builtin_ia32_ldmxcsr(before | 0x8040u);
-    return before;
-}
-RA__INLINE void ra__fp_leave(uint32_t before) { __builtin_ia32_ldmxcsr(before); }
-#elif defined(__aarch64__)
-RA__INLINE uint32_t ra__fp_enter(void) {           /* FPCR: FZ */
-    uint64_t before;
-    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
-    __asm__ volatile("msr fpcr, %0" : : "r"(before | 1u << 24));
-    return (uint32_t)before;
-}
-RA__INLINE void ra__fp_leave(uint32_t before) {
-    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)before));
-}
-#else
-RA__INLINE uint32_t ra__fp_enter(void) { return 0; }
-RA__INLINE void ra__fp_leave(uint32_t before) { (void)before; }
-#endif
-
 static int32_t ra__isa_found;          /* result of ra__isa_probe; 0: not called yet */
 
 static uint32_t ra__isa_detect(void) {
@@ -10575,6 +10593,7 @@ RA__INLINE int ra__rates_unknown(const ra_rates *x) {
 }
 
 static ra_status ra__check_rates(const ra_rates *r, ra_error *e) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra__checks x = { e, RA_OK };
     ra__refuse_real_if(&x, !ra__rate_valid(r->flops_per_s), RA_E_RANGE, "rates.flops_per_s",
                        "must be finite and above 0", r->flops_per_s);
@@ -11016,6 +11035,7 @@ static int32_t ra__default_chunk(const ra_desc *d) {
  * with fewer queries than keys or with rounds, ranks do not fold their own keys for so long. */
 enum { RA__BUFFER_TOKENS = 8192, RA__TRAIN_TOKENS = 5120 };
 static int32_t ra__default_buffers(const ra_desc *d) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     const int64_t parts = ra__ceil_div(ra__shard_tokens(d, 1), d->chunk_tokens);
     const int64_t tokens = d->train ? RA__TRAIN_TOKENS : RA__BUFFER_TOKENS;
     const double bytes = (double)d->kv_heads * (double)(ra__row_bytes(d->k_dtype, d->k_dim) +
@@ -11079,6 +11099,7 @@ static ra_status ra__resolve_local(const ra_desc *d, ra_desc *out) {
 
 /* The same, with all defaults. */
 static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     const ra_status s = ra__resolve_local(d, out);
     if (!s) ra__defaults_ring(out);
     return s;
@@ -11097,6 +11118,7 @@ RINGATTN_API ra_desc ra_desc_make(int32_t q_heads, int32_t kv_heads, int32_t dim
 }
 
 RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra_desc full;
     ra_status s = ra__resolve(d, &full);
     if (!s) s = ra__check_intervals(&full, d->error);
@@ -11763,6 +11785,7 @@ RA__INLINE void ra__store_element(uint8_t *row, int32_t i, int32_t dtype, float 
 
 /* Writes final rows from their state in memory, for engines and ra_state_finish. */
 static void ra__rows_write(const ra__work *w, int32_t b, const ra__seg *s, int32_t head) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     for (int64_t r = s->row; r < s->row + s->rows; r++) {
         const int64_t at = ra__ml_at(w, b, r, head);
         const float *from = ra__view_floats(ra__view_at(w->acc, b, r, head));
@@ -11802,6 +11825,7 @@ static ra__bounds ra__engine_geometry(const ra__work *w, int32_t b, const ra__se
 /* Adds the engine's o and lse of some rows, normalised, to their states. */
 static void ra__engine_merge(const ra__work *w, int32_t b, const ra__seg *rows,
                              const ra__engine_scratch *x) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     const float *o = x->o, *lse = x->lse;
     for (int64_t r = rows->row; r < rows->row + rows->rows; r++)
         for (int32_t h = 0; h < w->d->q_heads; h++, o += w->d->v_dim, lse++) {
@@ -12389,8 +12413,8 @@ static void ra__back_begin(ra__back_scratch *x) {
  * head i % group of query block i / group; blocks are in the order of their units. */
 static int ra__back_some(const ra__back *b, const ra__task *t, const ra__item *item,
                          const ra__grads *g, ra__back_scratch *x) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     int64_t blocks = ra__chunk_blocks(&item->c);
-    uint32_t mode = ra__fp_enter();
     for (; x->done < t->count && x->left > 0; x->done += x->batch.count) {
         if (!x->loaded) x->loaded = ra__back_open(b, t, item, g, x);
         if (!x->loaded) continue;
@@ -12400,7 +12424,6 @@ static int ra__back_some(const ra__back *b, const ra__task *t, const ra__item *i
         ra__back_save(b, &x->batch, g, x);
         x->loaded = 0;
     }
-    ra__fp_leave(mode);
     return x->done >= t->count;
 }
 
@@ -12425,8 +12448,8 @@ static void ra__grads_clear(const ra_desc *d, const ra__chunk *c, const ra__grad
 /* Hands the sums of a chunk's keys, of one kv head, to the caller's d_k and d_v. */
 static void ra__grads_finish(const ra__back *b, const ra__chunk *c, int32_t kv_head,
                              const ra__view out[2], const ra__grads *g) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     const ra_desc *d = b->w->d;
-    uint32_t mode = ra__fp_enter();
     for (int32_t i = 0; i < c->segs; i++)
         for (int64_t j = 0; j < c->seg[i].rows; j++) {
             int64_t row = c->seg[i].row + j;
@@ -12438,7 +12461,6 @@ static void ra__grads_finish(const ra__back *b, const ra__chunk *c, int32_t kv_h
             if (dk) b->w->kernel->put_grad(dk, ra__view_floats(k), d->grad_dtype, d->k_dim);
             if (dv) b->w->kernel->put_grad(dv, ra__view_floats(v), d->grad_dtype, d->v_dim);
         }
-    ra__fp_leave(mode);
 }
 
 /* What query block i of a sequence adds to x->sum for the gradient of a sink. */
@@ -12463,8 +12485,8 @@ static void ra__back_sink_block(const ra__back *b, int32_t head, int32_t sequenc
  * by sequence, added to d_sinks once. Continues where the last call stopped, until x->left is used
  * up; 1: done. */
 static int ra__back_sink_some(const ra__back *b, int32_t head, ra__back_scratch *x) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     const ra_desc *d = b->w->d;
-    uint32_t mode = ra__fp_enter();
     for (; x->sum_sequence < d->sequences; x->sum_sequence++, x->sum_block = 0) {
         const int64_t n = ra__side_blocks(&b->w->q_side, x->sum_sequence);
         for (; x->sum_block < n && x->left > 0; x->sum_block++) {
@@ -12473,7 +12495,6 @@ static int ra__back_sink_some(const ra__back *b, int32_t head, ra__back_scratch 
         }
         if (x->sum_block < n) break;
     }
-    ra__fp_leave(mode);
     if (x->sum_sequence < d->sequences) return 0;
     b->w->t->d_sinks[head] += (float)x->sum;
     x->sum = 0.0;
@@ -12788,7 +12809,6 @@ static void ra__local_begin(const ra__local *c, int32_t panels, uint8_t *memory,
 
 /* Continues a walk until w->x.left is used up. 1: all tasks are done. */
 static int ra__local_some(const ra__local *c, ra__local_walk *w) {
-    const uint32_t mode = ra__fp_enter();
     for (; w->t.count && w->x.left > 0; w->t = w->x.next) {
         ra__tally tally = { { 0, 0, 0 } };
         if (!w->loaded) {
@@ -12799,7 +12819,6 @@ static int ra__local_some(const ra__local *c, ra__local_walk *w) {
         if (!ra__task_some(&c->w, &w->t, &w->item, &w->x, &tally)) break;
         ra__local_save(c, w);
     }
-    ra__fp_leave(mode);
     return !w->t.count;
 }
 
@@ -13536,7 +13555,6 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     const int shares = who.nth > 1 && ra__decode_shares(&c->d);
     float *slots = shares ? (float *)(void *)(shared + 64) : NULL;
     int64_t *done = (int64_t *)(void *)shared;
-    uint32_t mode = ra__fp_enter();
     ra__arena a = { NULL, 0 };
     ra__decode x;
     int64_t n = INT64_MAX, from = 0, to = n;
@@ -13561,7 +13579,6 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     ra__decode_tasks(c, &x, slots, from, to);
     if (slots && ra__decode_last(done, who.nth))
         ra__decode_finish(c, &x, slots);
-    ra__fp_leave(mode);
 }
 
 /* ========================================================================== ATTENTION
@@ -13620,6 +13637,7 @@ static ra_status ra__check_workspace(void *workspace, size_t bytes, int64_t shar
 }
 
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     const ra__thread who = { 0, nth };
     ra__local c;
     if (!d || ra__check_who(who, d->error) || ra__local_check(d, NULL, &c)) return 0;
@@ -13693,6 +13711,7 @@ static ra_status ra__local_call(const ra__local *c, void *workspace, size_t byte
 
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra__local c;
     ra_desc mine;
     ra_status s;
@@ -13753,6 +13772,7 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
                                            const float *v, int seq_q, int seq_k, int n_heads,
                                            int n_kv_heads, int head_dim, float scale, int window,
                                            int q_offset) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     const int64_t keys = seq_k;
     ra__local c;
     ra_tensors t;
@@ -13817,6 +13837,7 @@ static ra_status ra__state_check(const ra_desc *d, const ra_tensors *t, const ra
 }
 
 RINGATTN_API ra_status ra_state_clear(const ra_desc *d, const ra_state *s) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra__local c;
     ra__seg all = { 0, 0, 0, 1 };
     const ra_status status = ra__state_check(d, NULL, s, &c);
@@ -13829,6 +13850,7 @@ RINGATTN_API ra_status ra_state_clear(const ra_desc *d, const ra_state *s) {
 
 RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_tensors *t,
                                void *workspace, size_t bytes) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra__local c;
     if (d && !t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     ra_status status = ra__state_check(d, t, s, &c);
@@ -13839,6 +13861,7 @@ RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_ten
 
 RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into,
                                       const ra_state *from) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra__local c;
     ra_status s = ra__state_check(d, NULL, from, &c);
     if (!s) s = ra__state_check(d, NULL, into, &c);
@@ -13850,6 +13873,7 @@ RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into,
 }
 
 RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, const ra_tensors *t) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra__local c;
     ra__seg all = { 0, 0, 0, 1 };
     ra_status status = ra__state_check(d, NULL, s, &c);
@@ -14024,6 +14048,7 @@ static ra_status ra__back_workspace(const ra_desc *d, void *workspace, size_t by
 }
 
 RINGATTN_API size_t ra_attention_backward_bytes(const ra_desc *d, int nth) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     const ra__thread who = { 0, nth };
     ra__local c;
     if (!d || ra__check_who(who, d->error) || ra__local_check(d, NULL, &c)) return 0;
@@ -14036,6 +14061,7 @@ RINGATTN_API size_t ra_attention_backward_bytes(const ra_desc *d, int nth) {
 
 RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors *t,
                                              void *workspace, size_t bytes, int ith, int nth) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra__back_local l;
     uint8_t *memory = NULL;
     if (!d) return RA_E_NULL;
@@ -14055,6 +14081,7 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
 }
 
 RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *delta) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra__local c;
     ra__view d_o;
     if (!d) return RA_E_NULL;
@@ -14066,7 +14093,6 @@ RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *de
     if (!s) s = ra__check_tensor(&c.d, t, &c.rows, RA__TENSOR_D_O, &d_o, NULL, d->error);
     if (s) return s;
     const ra__kernel *kernel = ra__kernel_f32(c.d.isa);
-    const uint32_t mode = ra__fp_enter();
     for (int32_t b = 0; b < c.d.sequences; b++)
         for (int64_t r = 0, rows = ra__q_len(&c.d, b); r < rows; r++) {
             ra__source o = ra__source_of(ra__view_at(c.w.o, b, r, 0), c.d.o_dtype, c.d.v_dim);
@@ -14075,12 +14101,12 @@ RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *de
             g.stride = d_o.head;
             kernel->deltas(delta + (b * c.d.tokens + r) * c.d.q_heads, &o, &g, c.d.q_heads);
         }
-    ra__fp_leave(mode);
     return RA_OK;
 }
 
 RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, const float *delta,
                                         const ra_grads *g, void *workspace, size_t bytes) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra__back_local l;
     uint8_t *memory = NULL;
     if (!d) return RA_E_NULL;
@@ -15313,6 +15339,7 @@ static void ra__play_through(const ra__tour *w, ra__play *y) {
 /* Sets how much of its `tiles` this rank should have computed before each of its exchanges. x->step
  * is the moment of an exchange. */
 static void ra__play_progress(const ra__play *y, int64_t tiles, ra__exchange *x, int64_t count) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     int64_t all = 0, done = 0, folds = 0, come = 0, k = 0;
     for (int64_t i = 0; i < y->works; i++)
         all += (y->work[i].end - y->work[i].begin) >> RA__MOMENT_BITS;
@@ -15503,7 +15530,7 @@ typedef struct ra__fold_hand {
 typedef struct ra__desk {
     ra_ring *ring;
     int32_t polls;                     /* 1: its thread may talk to the transport */
-    uint32_t mode;                     /* floating-point mode of its caller */
+    ra__fp mode;                       /* floating-point state of its caller */
     int32_t taken;                     /* 1: a thread uses it */
     int32_t idle;                      /* how often others found it free with a task in hand */
     int64_t fold;                      /* entry of that task, which has folded all before it;
@@ -16536,6 +16563,7 @@ static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r)
 }
 
 static void ra__plan_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     const ra__sizes n = rank == p->d.rank ? p->sizes : ra__plan_sizes(p, rank, NULL);
     const ra__ring_size size = ra__ring_bytes(p, &n, 0, 64);
     const ra__tour w = ra__tour_of(p, 0);
@@ -16863,6 +16891,28 @@ RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_
     return RA_OK;
 }
 
+/* Predicts with the scratch of ra__predict_carve. */
+static void ra__predict(const ra_plan *p, int32_t rank, const ra_rates *rates,
+                        ra__prediction_scratch *m, ra_prediction *out) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
+    double pair_s = 2.0 * (p->d.k_dim + p->d.v_dim) * p->d.q_heads / rates->flops_per_s;
+    for (int32_t r = 0; r < p->d.ranks; r++) {
+        if (p->d.layout.kind == RA_LAYOUT_ARRAY) ra__predict_array(p, r, pair_s, m);
+        for (int32_t b = 0; b < p->d.sequences && p->d.layout.kind != RA_LAYOUT_ARRAY; b++)
+            ra__predict_work(p, r, b, pair_s, m);
+    }
+    memset(out, 0, sizeof *out);
+    out->bound_s = ra__predict_pass(p, rates, 1, m);
+    out->all_done_s = ra__predict_pass(p, rates, 0, m);
+    const ra__predicted *here = &m->rank[rank];
+    out->compute_s = here->compute;
+    out->transfer_s = here->busy;
+    out->wait_s = here->idle;
+    out->done_s = here->folded;
+    out->hidden_s = here->busy > here->idle ? here->busy - here->idle : 0;
+    if (out->hidden_s > here->compute) out->hidden_s = here->compute;  /* the rest came later */
+}
+
 RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const ra_rates *rates,
                                        ra_prediction *out) {
     ra__arena arena = { NULL, 0 };
@@ -16877,22 +16927,7 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
     memset(arena.base, 0, (size_t)bytes);
     arena.used = 0;
     ra__predict_carve(&arena, plan, &m);
-    double pair_s = 2.0 * (plan->d.k_dim + plan->d.v_dim) * plan->d.q_heads / rates->flops_per_s;
-    for (int32_t r = 0; r < plan->d.ranks; r++) {
-        if (plan->d.layout.kind == RA_LAYOUT_ARRAY) ra__predict_array(plan, r, pair_s, &m);
-        for (int32_t b = 0; b < plan->d.sequences && plan->d.layout.kind != RA_LAYOUT_ARRAY; b++)
-            ra__predict_work(plan, r, b, pair_s, &m);
-    }
-    memset(out, 0, sizeof *out);
-    out->bound_s = ra__predict_pass(plan, rates, 1, &m);
-    out->all_done_s = ra__predict_pass(plan, rates, 0, &m);
-    const ra__predicted *here = &m.rank[rank];
-    out->compute_s = here->compute;
-    out->transfer_s = here->busy;
-    out->wait_s = here->idle;
-    out->done_s = here->folded;
-    out->hidden_s = here->busy > here->idle ? here->busy - here->idle : 0;
-    if (out->hidden_s > here->compute) out->hidden_s = here->compute;  /* the rest came later */
+    ra__predict(plan, rank, rates, &m, out);
     ra__free(&plan->allocator, arena.base, (size_t)bytes);
     return RA_OK;
 }
@@ -18791,11 +18826,11 @@ static void ra__ring_round_if_due(void *ctx) {
     ra__store_i32(&r->crew.comm, 0);
 }
 
-/* The same between two calls of a kernel, with the floating-point mode of the caller restored. */
+/* The same between two calls of a kernel, with the floating-point state of the caller restored. */
 static void ra__ring_between(void *ctx) {
     const ra__desk *desk = (const ra__desk *)ctx;
     if (!ra__ring_poll_due(desk->ring)) return;
-    ra__fp_leave(desk->mode);
+    ra__fp_leave(&desk->mode);
     ra__ring_round_if_due(desk->ring);
     (void)ra__fp_enter();
 }
@@ -19007,10 +19042,10 @@ static int ra__fold_joins(const ra_ring *r, const ra__fold_hand *h) {
  * scratch until then. 1: the task is stored and may be claimed again.
  * PERF: at 16K tokens, 4 ranks, D 64/96, storing to O after every 256 keys costs 30 %. */
 static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memory) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra__fold_hand *h = &desk->hand.fold;
     ra__turn *turn = &r->turn[desk->claim.task];
     ra__tally n = { { 0, 0, 0 } };
-    uint32_t mode = ra__fp_enter();
     int more = 1;
     if (!desk->open) ra__fold_open(r, desk, memory, &n);
     h->x.left = r->step_work;
@@ -19029,7 +19064,6 @@ static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
         ra__store_i32(&turn->next, h->next == RA__NO_FOLD ? INT32_MAX
                                                           : r->lists->fold[h->next].index);
     }
-    ra__fp_leave(mode);
     return more;
 }
 
@@ -19249,7 +19283,7 @@ static ra_status ra__ring_compute(ra_ring *r, int ith, ra__desk *desk) {
     desk->ring = r;
     desk->polls = ra__ring_may_poll(r, ith);
     desk->mode = ra__fp_enter();
-    ra__fp_leave(desk->mode);
+    ra__fp_leave(&desk->mode);
     if (p->d.engine) code = ra__ring_engine(r, &desk->claim, &e, memory);
     else if (r->lists->backward) done = ra__ring_back(r, desk, &e, memory);
     else done = ra__ring_fold(r, desk, &e, memory);
@@ -20183,7 +20217,7 @@ static int ra__resume_misses(const ra_ring *r, int64_t f) {
 static void ra__resume_store_task(ra_ring *r, ra__desk *desk) {
     ra__fold_hand *h = &desk->hand.fold;
     ra__turn *turn = &r->turn[desk->claim.task];
-    const uint32_t mode = ra__fp_enter();
+    const ra__fp mode = ra__fp_enter();
     if (h->x.waiting && ra__resume_misses(r, h->next)) {
         const int64_t *held = h->x.waiting_tally.tiles;
         const ra__tally back = { { -held[0], -held[1], -held[2] } };
@@ -20197,7 +20231,7 @@ static void ra__resume_store_task(ra_ring *r, ra__desk *desk) {
         ra__task_save(&r->work, &h->t, &h->x, 0);
         turn->begun = 1 + (int32_t)h->x.block;
     }
-    ra__fp_leave(mode);
+    ra__fp_leave(&mode);
     ra__store_i32(&turn->next, r->lists->fold[h->next].index);
     ra__store_i64(&desk->fold, RA__NO_FOLD);
 }
@@ -21674,6 +21708,7 @@ static int64_t ra__tile_rows(const ra_cache *c, int32_t panels) {
 
 /* Fills in everything of a cache except its memory. */
 static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra_cache *c) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra_error *e = d ? d->error : NULL;
     ra_desc plain;
     int64_t all;
@@ -22558,6 +22593,7 @@ static void ra__pool_cut(ra_cache *c) {
 
 /* Notes the counts of a call: its rows, what travels, whether it is a pool. */
 static void ra__cache_set_counts(ra_cache *c, const int64_t *cached, const int64_t *fresh) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     memcpy(c->cached, cached, (size_t)c->d.sequences * sizeof *cached);
     memcpy(c->fresh, fresh, (size_t)c->d.sequences * sizeof *fresh);
     ra__cache_rows_of(c);
@@ -23974,10 +24010,10 @@ static ra__cache_desk *ra__cache_desk_take(ra_cache *c, int ith, int *more) {
 
 /* Does a step of the portion of a desk, and leaves the desk. */
 static ra_status ra__cache_desk_work(ra_cache *c, ra__cache_desk *y) {
-    const uint32_t mode = ra__fp_enter();
+    const ra__fp mode = ra__fp_enter();
     const int writes = ra__stage_writes(c, ra__load_i32(&c->stage));
     const ra_status s = writes ? ra__cache_write(c, y) : ra__cache_compute(c, y);
-    ra__fp_leave(mode);
+    ra__fp_leave(&mode);
     if (s < 0) return ra__cache_fail(c, RA_E_ENGINE, "cache", "a portion ended with status #", s);
     if (s == RA_OK) ra__store_i32(&y->open, 0);
     ra__store_i32(&y->busy, 0);
@@ -24123,6 +24159,7 @@ RINGATTN_API const ra_error *ra_cache_error(const ra_cache *c) {
 
 RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const int64_t *fresh,
                                       ra_infer_report *out) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra__travel_cost cost;
     ra_status s;
     if (!c || !out) return RA_E_NULL;
@@ -24192,6 +24229,7 @@ RA__OPTIMIZE_END
 #undef RA__TRAVEL_FLOPS_S
 #undef RA__MESSAGE_S
 #undef RA__PRAGMA
+#undef RA__OWN_FP
 #undef RA__OPTIMIZE_BEGIN
 #undef RA__OPTIMIZE_END
 #undef RA__UNROLL
