@@ -11118,7 +11118,6 @@ RINGATTN_API ra_desc ra_desc_make(int32_t q_heads, int32_t kv_heads, int32_t dim
 }
 
 RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out) {
-    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra_desc full;
     ra_status s = ra__resolve(d, &full);
     if (!s) s = ra__check_intervals(&full, d->error);
@@ -18829,7 +18828,6 @@ static void ra__ring_round_if_due(void *ctx) {
 /* The same between two calls of a kernel, with the floating-point state of the caller restored. */
 static void ra__ring_between(void *ctx) {
     const ra__desk *desk = (const ra__desk *)ctx;
-    if (!ra__ring_poll_due(desk->ring)) return;
     ra__fp_leave(&desk->mode);
     ra__ring_round_if_due(desk->ring);
     (void)ra__fp_enter();
@@ -18954,6 +18952,7 @@ static int64_t ra__fold_next(const ra_ring *r, const ra__fold_hand *h, int64_t f
 
 /* Sets the geometry and the first chunk of a claimed task. */
 static void ra__fold_open(const ra_ring *r, ra__desk *desk, uint8_t *memory, ra__tally *n) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
     const ra_plan *p = r->plan;
     const int32_t b = r->lists->fold[desk->claim.fold].sequence;
     ra__fold_hand *h = &desk->hand.fold;
@@ -18982,10 +18981,14 @@ static void ra__fold_load(const ra_ring *r, const ra__desk *desk, ra__fold_hand 
 static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e) {
     ra__fold_hand *h = &desk->hand.fold;
     const int64_t f = h->next;
-    ra__fold_load(r, desk, h);
+    int done;
     (void)ra__ring_item(r, f, &h->item);
     h->received = r->lists->fold[f].recv;
-    int done = ra__task_some(&r->work, &h->t, &h->item, &h->x, n);
+    {
+        RA__OWN_FP ra__fp fp = ra__fp_enter();
+        ra__fold_load(r, desk, h);
+        done = ra__task_some(&r->work, &h->t, &h->item, &h->x, n);
+    }
     if (done) {
         h->x.block = 0;
         h->next = r->lists->fold[f].last ? RA__NO_FOLD : ra__fold_next(r, h, f + 1, n);
@@ -19042,7 +19045,6 @@ static int ra__fold_joins(const ra_ring *r, const ra__fold_hand *h) {
  * scratch until then. 1: the task is stored and may be claimed again.
  * PERF: at 16K tokens, 4 ranks, D 64/96, storing to O after every 256 keys costs 30 %. */
 static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memory) {
-    RA__OWN_FP ra__fp fp = ra__fp_enter();
     ra__fold_hand *h = &desk->hand.fold;
     ra__turn *turn = &r->turn[desk->claim.task];
     ra__tally n = { { 0, 0, 0 } };
@@ -19057,8 +19059,9 @@ static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     while (more && ra__fold_goes_on(r, desk->claim.fold, h->next) && ra__fold_joins(r, h))
         more = h->x.left > 0 && ra__fold_chunk(r, desk, &n, e);
     if (more) {
-        if (h->next == RA__NO_FOLD) ra__fold_load(r, desk, h);
         if (n.tiles[RA__EMPTY]) ra__ring_folded(r, desk->claim.fold, &n, e);
+        RA__OWN_FP ra__fp fp = ra__fp_enter();
+        if (h->next == RA__NO_FOLD) ra__fold_load(r, desk, h);
         if (h->loaded) ra__task_save(&r->work, &h->t, &h->x, h->next == RA__NO_FOLD);
         if (h->loaded) turn->begun = 1;
         ra__store_i32(&turn->next, h->next == RA__NO_FOLD ? INT32_MAX

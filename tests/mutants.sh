@@ -26,7 +26,7 @@ build() {
         hooks) $cc -c -o "$work/hooks.o" tests/hooks.c ;;
         sim | resume | failure | schedule)
             $cc -o "$work/$1" "tests/test_$1.c" "$work/hooks.o" -lm ;;
-        cache | forward) $cc -o "$work/$1" "tests/test_$1.c" -lm ;;
+        cache | forward | fp) $cc -o "$work/$1" "tests/test_$1.c" -lm ;;
         near) $native -o "$work/near" tests/test_forward.c -lm ;;
         rows) $cc -o "$work/rows" tests/test_bits.c -lm ;;
         numbers) $native -o "$work/numbers" tests/test_numbers.c tests/hooks.c -lm ;;
@@ -55,6 +55,7 @@ try() {
             timeout 60 "$work/cache" checksums --first &&
             timeout 60 "$work/cache" watchdogs --first ;;
         forward) timeout 90 "$work/forward" modified_decode --first ;;
+        fp) timeout 90 "$work/fp" --first ;;
         cells) timeout 90 "$work/forward" attention_at --first ;;
         near) timeout 90 "$work/near" modified_decode --first ;;
         resume) timeout 120 "$work/resume" --first ;;
@@ -101,7 +102,7 @@ python3 tests/plant.py "$list" ringattn.h > "$work/ringattn.h" 2> "$work/unplant
     exit 1
 }
 native="numbers $batches $near"
-for programs in 'hooks world rows cache forward' "sim resume failure schedule $native"; do
+for programs in 'hooks world rows cache forward fp' "sim resume failure schedule $native"; do
     echo $programs | xargs -n 1 -P "$jobs" sh tests/mutants.sh --build "$work"
 done
 if [ -s "$work/broken" ]; then
@@ -113,7 +114,7 @@ fi
 
 # Arguments for xargs: number, name and tests of each mistake; 0 is the header as it is.
 right="sim resume failure ends rows schedule world cache forward cells silence differences"
-right="$right caches apart lanes pages faults numbers $scores $batches $near"
+right="$right caches apart lanes pages faults fp numbers $scores $batches $near"
 left=                                  # names of those left out, each with a space
 [ "$batches" ] || left='batches '
 [ "$near" ] || left="${left}near "
