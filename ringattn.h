@@ -548,10 +548,12 @@ typedef struct ra_desc {
     int64_t tokens;                    /* required; queries of a sequence, all ranks together. RUNS:
                                         * the positions that they span, gaps included */
     int64_t kv_tokens;                 /* keys of a sequence, those of its new tokens included; 0:
-                                        * tokens + q_offset (refused with t.q_pos alone) */
+                                        * tokens + q_offset (refused with t.q_pos alone). Causal is
+                                        * not aligned to the end of the keys: set q_offset too */
     int64_t q_offset;                  /* position of the first query of every sequence (keys start
                                         * at 0): a token decoded after n cached ones has tokens 1,
-                                        * q_offset n. For different n see ra_positions */
+                                        * q_offset n. For different n see ra_positions. Not
+                                        * negative: queries before key 0 are -1 in t.q_pos */
     const int64_t *tokens_of;          /* [B] if sequences differ, each <= tokens. On one rank the
                                         * largest one gives the packed batch_stride */
     const int64_t *kv_tokens_of;       /* [B] the same for keys, each <= kv_tokens (0: as above);
@@ -946,8 +948,8 @@ RINGATTN_API ra_status ra_ring_once(const ra_desc *d, const ra_transport *transp
                                     const ra_tensors *t, int64_t deadline_ns);
 
 /* Why the ring failed or, if it has not, which field of the last refused call was wrong and why; or
- * "". Valid until the next call on the ring, this one too. */
-RINGATTN_API const char *ra_ring_explain(const ra_ring *ring);
+ * "". Valid until the next call on the ring, this one too: it writes the sentence into the ring. */
+RINGATTN_API const char *ra_ring_explain(ra_ring *ring);
 
 /* -------------------------------------------------------------------------- engines with threads
  * Two ways into a pass. With a main thread: ra_begin on it, then ra_step on any thread until RA_OK
@@ -9950,6 +9952,15 @@ RA__INLINE void ra__refuse_if(ra__checks *x, int broken, ra_status status, const
                               const char *text, int64_t value) {
     if (!x->status && broken) x->status = ra__refuse(x->e, status, field, text, value);
 }
+/* Refuses an address that is not a multiple of `element`, a power of two. Null is one. */
+RA__INLINE ra_status ra__check_address(ra_error *e, const char *field, const void *p,
+                                       int64_t element) {
+    const int64_t beyond = (int64_t)((uintptr_t)p & (uintptr_t)(element - 1));
+    if (!beyond) return RA_OK;
+    return ra__refuse_pair(e, RA_E_ALIGN, field,
+                           "data must be aligned to @ bytes; the address is a multiple of that "
+                           "plus #", beyond, element);
+}
 RA__INLINE void ra__refuse_pair_if(ra__checks *x, int broken, ra_status status, const char *field,
                                    const char *text, int64_t value, int64_t other) {
     if (!x->status && broken) x->status = ra__refuse_pair(x->e, status, field, text, value, other);
@@ -10088,8 +10099,8 @@ static ra_status ra__view_check(const ra__tensor *x, ra__view *out, ra_error *e)
         span = ra__max(span, extent);
     }
     if (x->rows && !x->in.data) return ra__refuse(e, RA_E_NULL, x->field, "data is required", 0);
-    if ((uintptr_t)x->in.data & (uintptr_t)(element - 1))
-        return ra__refuse(e, RA_E_ALIGN, x->field, "data must be aligned to # bytes", element);
+    const ra_status s = ra__check_address(e, x->field, x->in.data, element);
+    if (s) return s;
     out->data = (const uint8_t *)x->in.data;
     out->batch = step[0];
     out->token = step[1];
@@ -10279,9 +10290,13 @@ static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, int64_t
                   b->keys);
     ra__refuse_if(&x, b->dtype < 0 || b->dtype > RA_BF16, RA_E_ENUM, "t.bias.dtype",
                   "# is not RA_F32, RA_F16 or RA_BF16", b->dtype);
+    const int64_t element = b->dtype > RA_F32 ? 2 : 4;
+    if (!x.status) x.status = ra__check_address(e, "t.alibi", t->alibi, 4);
+    if (!x.status) x.status = ra__check_address(e, "t.sinks", t->sinks, 4);
+    if (!x.status) x.status = ra__check_address(e, "t.bias", b->data, element);
     if (x.status || !(steps[0] | steps[1] | steps[2] | steps[3])) return x.status;
     const int64_t counts[4] = { d->sequences, d->q_heads, rows, ra__bias_keys(b->keys) };
-    return ra__check_steps(steps, counts, b->dtype > RA_F32 ? 2 : 4, "t.bias", e);
+    return ra__check_steps(steps, counts, element, "t.bias", e);
 }
 
 /* Positions must be below this: those of queries need an entry in the caller's intervals. */
@@ -10447,8 +10462,7 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
                   "is 0, which would add up # heads", d->q_heads);
     ra__refuse_if(&x, !b->row_step && !b->key_step, RA_E_SHAPE, "t.d_bias.key_step",
                   "is #, and so is row_step: set one of them", 0);
-    ra__refuse_if(&x, (uintptr_t)b->data % 4 != 0, RA_E_ALIGN, "t.d_bias",
-                  "data must be aligned to # bytes", 4);
+    if (!x.status) x.status = ra__check_address(x.e, "t.d_bias", b->data, 4);
     ra__refuse_if(&x, b->data == t->bias.data || b->data == t->d_sinks, RA_E_SHAPE, "t.d_bias",
                   "begins where t.bias or t.d_sinks begins", 0);
     ra__refuse_if(&x, ra__step_too_short(steps, counts, 4, 4, &inner) >= 0, RA_E_STRIDE, "t.d_bias",
@@ -10474,6 +10488,7 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const ra
         return ra__refuse(e, RA_E_SHAPE, "t.d_sinks", "is set, but scores lacks RA_SCORE_#",
                           RA_SCORE_SINKS);
     s = ra__check_bias_out(d, t, rows->q);
+    if (!s) s = ra__check_address(e, "t.d_sinks", t->d_sinks, 4);
     if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_D_O, &view[0], r, e);
     if (!s && (grad[0] || grad[1] || grad[2])) {           /* such calls read o and lse */
         s = ra__check_tensor(d, t, rows, RA__TENSOR_O, &read[0], r, e);
@@ -10557,7 +10572,10 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     ra__dtype(&x, "o_dtype", d->o_dtype, 1);
     ra__number(&x, "tokens", d->tokens, 1, RA_MAX_POSITION);
     ra__number(&x, "kv_tokens", d->kv_tokens, 0, RA_MAX_POSITION);
-    ra__number(&x, "q_offset", d->q_offset, 0, RA_MAX_POSITION);
+    ra__refuse_pair_if(&x, d->q_offset < 0 || d->q_offset > RA_MAX_POSITION, RA_E_RANGE,
+                       "q_offset", "# is not in 0..@; queries before the first key (causal, fewer "
+                       "keys than queries) have position -1 in t.q_pos", d->q_offset,
+                       RA_MAX_POSITION);
     ra__number(&x, "chunk_tokens", d->chunk_tokens, 0, 1 << 24);
     ra__number(&x, "buffers", d->buffers, 0, 64);
     ra__constant(&x, "form", d->form, 0, RA_FORM_SAME, "RA_FORM_#");
@@ -10606,21 +10624,30 @@ static ra_status ra__check_rates(const ra_rates *r, ra_error *e) {
     return x.status;
 }
 
+/* x in double precision. A conversion would take a denormal number for 0. */
+static double ra__f64_of_f32(float x) {
+    const uint32_t bits = ra__f32_bits(x), rest = bits & 0x7fffffffu;
+    const double unit = 1.0 / 8388608 / 8.507059173023462e37;          /* 2^-23 2^-126 */
+    if (rest >= 0x800000u) return (double)x;
+    return bits > rest ? -unit * (double)rest : unit * (double)rest;
+}
+
 /* A scale or a softcap. Kernels multiply by it, by log2(e) times it and by its reciprocal. In this
  * range these are normal numbers, and scores that are lost because a product with them is subnormal
  * are below 1e-17. */
 RA__INLINE int ra__factor_valid(float x) {
-    return x == 0.0f || (x >= 1e-20f && x <= 1e20f);
+    return !(ra__f32_bits(x) << 1) || (x >= 1e-20f && x <= 1e20f);
 }
 
 static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
     ra__checks x = { e, RA_OK };
+    const double dropout = ra__f64_of_f32(d->dropout);
     ra__refuse_real_if(&x, !ra__factor_valid(d->scale), RA_E_RANGE, "scale",
-                       "must be 0 or from 1e-20 to 1e20", (double)d->scale);
+                       "must be 0 or from 1e-20 to 1e20", ra__f64_of_f32(d->scale));
     ra__refuse_real_if(&x, !ra__factor_valid(d->softcap), RA_E_RANGE, "softcap",
-                       "must be 0 or from 1e-20 to 1e20", (double)d->softcap);
-    ra__refuse_real_if(&x, !(d->dropout >= 0.0f && d->dropout < 1.0f), RA_E_RANGE, "dropout",
-                       "must be at least 0 and less than 1", (double)d->dropout);
+                       "must be 0 or from 1e-20 to 1e20", ra__f64_of_f32(d->softcap));
+    ra__refuse_real_if(&x, !(dropout >= 0 && dropout < 1), RA_E_RANGE, "dropout",
+                       "must be at least 0 and less than 1", dropout);
     if (x.status || ra__rates_unknown(&d->rates)) return x.status;
     return ra__check_rates(&d->rates, e);
 }
@@ -13819,13 +13846,17 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
 /* Checks a call on a state, and points c->w at it. t null: see ra__local_check. */
 static ra_status ra__state_check(const ra_desc *d, const ra_tensors *t, const ra_state *s,
                                  ra__local *c) {
-    const ra_status status = ra__local_check(d, t, c);
+    ra_status status = ra__local_check(d, t, c);
     if (status) return status;
     ra_error *e = d->error;
     if (!s) return ra__refuse(e, RA_E_NULL, "state", "is required", 0);
     if (!s->m) return ra__refuse(e, RA_E_NULL, "state.m", "is required", 0);
     if (!s->l) return ra__refuse(e, RA_E_NULL, "state.l", "is required", 0);
     if (!s->acc) return ra__refuse(e, RA_E_NULL, "state.acc", "is required", 0);
+    status = ra__check_address(e, "state.m", s->m, 4);
+    if (!status) status = ra__check_address(e, "state.l", s->l, 4);
+    if (!status) status = ra__check_address(e, "state.acc", s->acc, 4);
+    if (status) return status;
     c->w.m = s->m;
     c->w.l = s->l;
     c->w.ml_head = 1;
@@ -14090,6 +14121,7 @@ RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *de
     ra_status s = ra__local_check(d, NULL, &c);
     if (!s) s = ra__check_outputs(&c.d, t, &c.rows, &c.w, NULL, d->error);
     if (!s) s = ra__check_tensor(&c.d, t, &c.rows, RA__TENSOR_D_O, &d_o, NULL, d->error);
+    if (!s) s = ra__check_address(d->error, "delta", delta, 4);
     if (s) return s;
     const ra__kernel *kernel = ra__kernel_f32(c.d.isa);
     for (int32_t b = 0; b < c.d.sequences; b++)
@@ -14115,6 +14147,10 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
     if (!s && l.c.d.v_in_k && g->d_v)
         s = ra__refuse(d->error, RA_E_SHAPE, "grads.d_v", "must be null because v_in_k is #", 1);
     if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, ra__alone, &memory);
+    if (!s) s = ra__check_address(d->error, "delta", delta, 4);
+    if (!s) s = ra__check_address(d->error, "grads.d_q", g->d_q, 4);
+    if (!s) s = ra__check_address(d->error, "grads.d_k", g->d_k, 4);
+    if (!s) s = ra__check_address(d->error, "grads.d_v", g->d_v, 4);
     if (!s)
         s = ra__check_tensor(&l.c.d, t, &l.c.rows, RA__TENSOR_LSE, &l.c.w.lse, NULL, d->error);
     if (s) return s;
@@ -20046,16 +20082,15 @@ RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char 
     return to;
 }
 
-RINGATTN_API const char *ra_ring_explain(const ra_ring *ring) {
+RINGATTN_API const char *ra_ring_explain(ra_ring *ring) {
     if (!ring) return "";
     if (ra__load_i32(&ring->crew.failed)) return ring->failure.text;
     if (!ring->refusal.status) return "";
-    ra_ring *r = (ra_ring *)(uintptr_t)ring;
-    ra__text x = { r->said, sizeof r->said, 0 };
-    ra__put(&x, r->refusal.field);
+    ra__text x = { ring->said, sizeof ring->said, 0 };
+    ra__put(&x, ring->refusal.field);
     ra__put(&x, ": ");
-    ra__put(&x, r->refusal.text);
-    return r->said;
+    ra__put(&x, ring->refusal.text);
+    return ring->said;
 }
 
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {

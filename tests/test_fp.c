@@ -347,9 +347,9 @@ TEST(figures_of_plans) {
     }
 }
 
-/* A field that is no number is refused in any state, and so is one that calls would take for 0. */
+/* A field that is no number is refused in any state, and so is a negative one that is denormal. */
 TEST(refused_numbers) {
-    const float wrong[] = { NAN, INFINITY, -1, 1e-40f };
+    const float wrong[] = { NAN, INFINITY, -1, -1e-40f };
     for (int i = 0; i < 4 * 3 * STATES; i++) {
         ra_error why = { 0 };
         ra_desc d = ra_desc_make(2, 1, 8, RA_F32, RA_MASK_CAUSAL), full;

@@ -236,7 +236,9 @@ static const row desc_rows[] = {
     { ONE, D(tokens), I64, INT64_MAX, RA_E_RANGE, "9223372036854775807 is not in 1..2147483632" },
     { ONE, D(kv_tokens), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
     { ONE, D(kv_tokens), I64, TOP + 1, RA_E_RANGE, "2147483633 is not in 0..2147483632" },
-    { ONE, D(q_offset), I64, -1, RA_E_RANGE, "-1 is not in 0..2147483632" },
+    { ONE, D(q_offset), I64, -1, RA_E_RANGE,
+      "-1 is not in 0..2147483632; queries before the first key (causal, fewer keys than queries) "
+      "have position -1 in t.q_pos" },
     { ONE, D(q_offset), I64, TOP + 1, RA_E_RANGE, "2147483633 is not in 0..2147483632" },
     { ONE, D(q_offset), I64, TOP - 299, RA_E_OVERFLOW,
       "2147483333 + tokens is more than 2147483632" },
@@ -516,6 +518,11 @@ TEST(desc_floats) {
         base_desc(&d, ONE);
         d.softcap = bad[i];
         refuse_desc(&d, RA_E_RANGE, "softcap", text[i]);
+    }
+    for (int i = 0; i < 2; i++) {
+        base_desc(&d, ONE);
+        *(i ? &d.scale : &d.softcap) = 1e-40f;
+        refuse_desc(&d, RA_E_RANGE, i ? "scale" : "softcap", "; it was 9.99995e-41");
     }
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         base_desc(&d, ONE);
@@ -1139,6 +1146,69 @@ TEST(tensor_scores) {
     }
     CHECK_EQ(ra_ring_destroy(ring), RA_OK);
     ra_plan_destroy(ring_plan);
+}
+
+/* What is no tensor has to be aligned too, in a call on one rank as in a ring. */
+TEST(addresses) {
+    static const struct { size_t at; const char *field; int off, words; int32_t dtype; } cases[] = {
+        { X_AS(alibi, "t.alibi"), 2, 4, RA_F32 }, { X_AS(sinks, "t.sinks"), 3, 4, RA_F32 },
+        { X_AS(bias.data, "t.bias"), 2, 4, RA_F32 }, { X_AS(bias.data, "t.bias"), 1, 2, RA_F16 },
+    };
+    ra_ring *ring = NULL;
+    ra_desc d;
+    scope = IN_TENSORS;
+    base_desc(&d, ONE);
+    d.scores = RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS;
+    CHECK_EQ(ra_plan_create(&ring_plan, &d, NULL), RA_OK);
+    CHECK_EQ(ra_ring_create(&ring, ring_plan, NULL, NULL), RA_OK);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        ra_tensors t;
+        ra_error why = { 0 };
+        char words[100];
+        const uint8_t *data = pool + cases[i].off;
+        base_tensors(&t, ONE);
+        t.alibi = t.sinks = t.bias.data = (const float *)(void *)pool;
+        t.bias.keys = 300;
+        t.bias.dtype = cases[i].dtype;
+        memcpy((uint8_t *)&t + cases[i].at, &data, sizeof data);
+        snprintf(words, sizeof words, "data must be aligned to %d bytes; the address is a multiple "
+                 "of that plus %d", cases[i].words, cases[i].off);
+        refuse_begin(ring, &t, RA_E_ALIGN, cases[i].field, words);
+        d.error = &why;
+        CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_E_ALIGN);
+        CHECK(!strcmp(why.field, cases[i].field) && !strcmp(why.text, words));
+    }
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    ra_plan_destroy(ring_plan);
+}
+
+/* The same of the block mathematics. */
+TEST(addresses_of_states) {
+    static float all[4][64];
+    for (int i = 0; i < 8; i++) {
+        static const char *const field[8] = { "state.m", "state.l", "state.acc", "delta", "delta",
+                                              "grads.d_q", "grads.d_k", "grads.d_v" };
+        ra_error why = { 0 };
+        ra_desc d = ra_desc_make(1, 1, 4, RA_F32, RA_MASK_CAUSAL);
+        ra_tensors t = { 0 };
+        ra_state state = { all[0], all[0] + 8, all[0] + 16 };
+        ra_grads g = { all[1], all[1] + 8, all[1] + 16 };
+        float *delta = all[0] + 40, **at[8] = { &state.m, &state.l, &state.acc, &delta, &delta,
+                                                &g.d_q, &g.d_k, &g.d_v };
+        ra_status s;
+        d.tokens = 1;
+        d.train = 1;
+        d.error = &why;
+        t.q.data = t.k.data = t.v.data = t.d_o.data = all[2];
+        t.o.data = all[3];
+        t.lse.data = all[3] + 8;
+        *at[i] = (float *)(void *)((uint8_t *)*at[i] + 2);
+        if (i < 3) s = ra_state_clear(&d, &state);
+        else if (i == 3) s = ra_delta(&d, &t, delta);
+        else s = ra_fold_backward(&d, &t, delta, &g, pool, ra_attention_backward_bytes(&d, 1));
+        CHECK_EQ(s, RA_E_ALIGN);
+        CHECK(!strcmp(why.field, field[i]));
+    }
 }
 
 /* Positions that only their owner knows, against mask and range. */
@@ -2183,7 +2253,7 @@ int main(int argc, char **argv) {
         ENTRY(blocks_of_q8_0),
         ENTRY(isa), ENTRY(engine), ENTRY(transport), ENTRY(ring_desc), ENTRY(plan_arguments),
         ENTRY(rates), ENTRY(world), ENTRY(tensors), ENTRY(tensor_alignment),
-        ENTRY(tensor_scores), ENTRY(tensor_positions), ENTRY(jobs), ENTRY(order_of_calls),
+        ENTRY(tensor_scores), ENTRY(addresses), ENTRY(addresses_of_states), ENTRY(tensor_positions), ENTRY(jobs), ENTRY(order_of_calls),
         ENTRY(failed_ring),
         ENTRY(attention), ENTRY(attention_lengths), ENTRY(attention_positions),
         ENTRY(attention_simple), ENTRY(states), ENTRY(allocations),
