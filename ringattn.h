@@ -181,8 +181,8 @@
  *   RINGATTN_ASSERT(x)        checks the library's own invariants; default: nothing
  *   RINGATTN_NO_THREADS       no pthreads: no ra_world; rings on your own threads still work
  *   RINGATTN_SCALAR           only the scalar kernels, on any processor
- *   RINGATTN_SELF             the name under which the file includes itself, if the compiler has
- *                             no __FILE_NAME__
+ *   RINGATTN_SELF             the name under which the file includes itself; needed if its text is
+ *                             pasted into another file, and names one that has it alone
  *
  * Promises
  *   Memory   A plan is one allocation, a ring is one or none (your workspace). Nothing allocates
@@ -1520,10 +1520,12 @@ typedef struct ra_engine {
 #define RINGATTN_ASSERT(x) ((void)0)
 #endif
 #ifndef RINGATTN_SELF                  /* how this file includes itself for the kernel bodies */
-#ifdef __FILE_NAME__
+#if defined(__FILE_NAME__) && __INCLUDE_LEVEL__ > 0
 #define RINGATTN_SELF __FILE_NAME__
-#else
+#elif __INCLUDE_LEVEL__ > 0 || __has_include("ringattn.h")
 #define RINGATTN_SELF "ringattn.h"
+#else
+#error "pasted into another file: RINGATTN_SELF must be a file with the text of ringattn.h"
 #endif
 #endif
 
@@ -4262,10 +4264,10 @@ RA__ISA_NOINLINE void RA__NAME(decode_prepare)(const ra__decode_rows *rows,
 /* Scores under a softcap. PERF: with a usual cap all of them are far below it. */
 RA__ISA_NOINLINE RA__FLOATS RA__NAME(decode_capped)(RA__FLOATS s, float cap) {
     const RA__FLOATS zero = RA__NAME(set)(0.0f), y = s * RA__NAME(set)(1.0f / cap);
-    const RA__MASK small = RA__NAME(tanh_is_small)(y);
+    const RA__MASK low = RA__NAME(tanh_is_small)(y);
     RA__FLOATS x = RA__NAME(tanh_small)(y);
-    if (RA__NAME(any_nonfinite)(RA__NAME(select)(small, zero, RA__NAME(set)(ra__neg_inf()))))
-        x = RA__NAME(select)(small, x, RA__NAME(tanh_large)(y));
+    if (RA__NAME(any_nonfinite)(RA__NAME(select)(low, zero, RA__NAME(set)(ra__neg_inf()))))
+        x = RA__NAME(select)(low, x, RA__NAME(tanh_large)(y));
     return x * RA__NAME(set)(cap * ra__log2e);
 }
 
@@ -5397,6 +5399,7 @@ static const ra__kernel RA__NAME(kernel) = {
 #undef RA__DECODE_DIRECT
 #undef RA__DECODE_NEAR_FOLD
 #undef RA__MERGE_ROW
+#define RA__BODY_SEEN
 #endif /* RA__BODY */
 
 #if defined(RA__MAIN)
@@ -5575,6 +5578,9 @@ RA__ISA_INLINE void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
 }
 
 #include RINGATTN_SELF
+#ifndef RA__BODY_SEEN
+#error "RINGATTN_SELF must be a file with the text of ringattn.h and no include guard around it"
+#endif
 
 #if RA__X86
 /* ========================================================================== AVX2
@@ -8815,12 +8821,12 @@ RA__ISA_INLINE void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
 #include RINGATTN_SELF
 #endif /* RA__NEON */
 #undef RA__BODY
+#undef RA__BODY_SEEN
 #undef RA__UNROLL_2
 
 /* ========================================================================== DISPATCH
  * Finds out which kernels this processor can run, once, and keeps the answer in an atomic word, the
- * only mutable global. A feature counts only if the operating system saves its registers (XCR0).
- * Sets the floating-point mode of the kernels. */
+ * only mutable global. A feature counts only if the operating system saves its registers (XCR0). */
 
 /* More bits of ra__isa_found. */
 enum {
@@ -16041,10 +16047,10 @@ static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
     ra_desc *d = &p->d;
     ra_layout *l = &d->layout;
     ra_mask *m = &d->mask;
-    int64_t B = full->sequences, cuts = B * (2 * (int64_t)full->ranks + 1) * 8;
+    int64_t sequences = full->sequences, cuts = sequences * (2 * (int64_t)full->ranks + 1) * 8;
     *d = *full;
-    d->tokens_of = (const int64_t *)ra__carve_copy(a, d->tokens_of, B, 8);
-    d->kv_tokens_of = (const int64_t *)ra__carve_copy(a, d->kv_tokens_of, B, 8);
+    d->tokens_of = (const int64_t *)ra__carve_copy(a, d->tokens_of, sequences, 8);
+    d->kv_tokens_of = (const int64_t *)ra__carve_copy(a, d->kv_tokens_of, sequences, 8);
     m->doc_first = (const int64_t *)ra__carve_copy(a, m->doc_first, m->doc_count, 8);
     m->lo = (const int32_t *)ra__carve_copy(a, m->lo, m->interval_count, 4);
     m->hi = (const int32_t *)ra__carve_copy(a, m->hi, m->interval_count, 4);
@@ -16062,8 +16068,8 @@ static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
     }
     if (l->kind == RA_LAYOUT_CONTIGUOUS || l->kind == RA_LAYOUT_ZIGZAG)
         for (int keys = 0; keys < 2; keys++) p->cut[keys] = (int64_t *)ra__carve(a, cuts);
-    p->forward.task_begin = (int64_t *)ra__carve(a, (B + 1) * 8);
-    p->back.task_begin = (int64_t *)ra__carve(a, (B + 1) * 8);
+    p->forward.task_begin = (int64_t *)ra__carve(a, (sequences + 1) * 8);
+    p->back.task_begin = (int64_t *)ra__carve(a, (sequences + 1) * 8);
     p->readers = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
     p->source = (ra__source_rank *)ra__carve(a, d->ranks * (int64_t)sizeof *p->source);
 }
@@ -16129,21 +16135,21 @@ static void ra__play_carve(ra__arena *a, ra_plan *p) {
 /* Carves what depends on the number of chunks: at most so many. Backward, own chunks may be folded
  * twice. */
 static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t chunks) {
-    const int32_t B = p->d.sequences;
+    const int32_t sequences = p->d.sequences;
     int64_t places = 2 * chunks + 1;
-    if (p->d.layout.kind == RA_LAYOUT_RUNS) places += p->key_runs * B;
+    if (p->d.layout.kind == RA_LAYOUT_RUNS) places += p->key_runs * sequences;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) places = 0;
     ra__travel_carve(a, p, &p->keys, chunks);
     p->round = NULL;
     if (p->d.order && p->d.ranks > 1)
         p->round = (ra__round *)ra__carve(a, chunks * (int64_t)sizeof(ra__round));
     p->place = (ra__place *)ra__carve(a, places * (int64_t)sizeof(ra__place));
-    p->place_begin = (int64_t *)ra__carve(a, ((int64_t)B + 1) * 8);
+    p->place_begin = (int64_t *)ra__carve(a, ((int64_t)sequences + 1) * 8);
     p->start = (int64_t *)ra__carve(a, chunks * 8);
     p->line = (int64_t *)ra__carve(a, 3 * (int64_t)p->d.ranks * 8);
     ra__play_carve(a, p);
-    ra__lists_carve(a, &p->forward, chunks, chunks + B, 2 * chunks, 0);
-    if (p->d.train) ra__lists_carve(a, &p->back, chunks, 2 * chunks + B, 3 * chunks, chunks);
+    ra__lists_carve(a, &p->forward, chunks, chunks + sequences, 2 * chunks, 0);
+    if (p->d.train) ra__lists_carve(a, &p->back, chunks, 2 * chunks + sequences, 3 * chunks, chunks);
 }
 
 static void ra__lists_recv(ra__pass_lists *r, int64_t chunk, int32_t fold, int32_t send) {
@@ -17768,14 +17774,14 @@ static int64_t ra__ring_until(int64_t left_ns) { return ra__add_sat(ra_now_ns(),
 /* Remembers an event. Consecutive waits become one. A slot that another thread is writing is left
  * alone, and the event is lost. */
 static void ra__journal_put(ra__journal *log, const ra_event *e) {
-    enum { END = offsetof(ra_event, end_ns) / 8 };
+    enum { TIME = offsetof(ra_event, end_ns) / 8 };
     int64_t word[RA__EVENT_WORDS], last = ra__load_i64(&log->next), i, before;
     ra__journal_slot *at = &log->slot[(last + RA_EVENTS - 1) % RA_EVENTS];
     word[RA__EVENT_WORDS - 1] = 0;
     memcpy(word, e, sizeof *e);
     if (e->kind == RA_EV_WAIT && last && ra__cas_i64(&at->number, last, -1)) {
         const int again = ra__load_i64(&at->word[0]) == word[0];   /* kind and rank */
-        if (again) ra__store_i64(&at->word[END], word[END]);
+        if (again) ra__store_i64(&at->word[TIME], word[TIME]);
         ra__store_i64(&at->number, last);
         if (again) return;
     }
