@@ -1543,6 +1543,9 @@ typedef struct ra_engine {
 #if defined(__x86_64__)                /* clang 14 has float_control only on x86 */
 #pragma float_control(precise, on, push)
 #endif
+#pragma clang diagnostic push          /* in C++ too this is C */
+#pragma clang diagnostic ignored "-Wold-style-cast"
+#pragma clang diagnostic ignored "-Wzero-as-null-pointer-constant"
 #pragma STDC FP_CONTRACT OFF
 #pragma clang fp contract(off)
 #else
@@ -4153,7 +4156,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_scores_as)(const ra__decode_rows *rows, in
     else if (RA__DECODE_DIRECT == RA_F32) return;
     else if (RA__NAME(decode_level1)(rows, keys, dtype))
         for (int32_t j = 0; j < keys->n; j += RA__DECODE_TILE_KEYS)
-            RA__NAME(decode_dots)(rows, keys, j, s, RA_F16 | RA__DECODE_LEVEL1);
+            RA__NAME(decode_dots)(rows, keys, j, s, (int32_t)RA_F16 | RA__DECODE_LEVEL1);
     else if (dtype == RA_F16) RA__NAME(decode_scores_of)(rows, n, keys, s, RA_F16);
     else if (dtype == RA_BF16 || RA__DECODE_DIRECT == RA_BF16)
         RA__NAME(decode_scores_of)(rows, n, keys, s, RA_BF16);
@@ -4572,7 +4575,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_values_as)(const ra__decode_rows *rows, in
     else if (dtype == RA_F32) d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_F32);
     else if (RA__DECODE_DIRECT == RA_F32) return;
     else if (level1_f16)
-        d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_F16 | RA__DECODE_LEVEL1);
+        d = RA__NAME(decode_value_tiles)(rows, keys, p, (int32_t)RA_F16 | RA__DECODE_LEVEL1);
     else if (dtype == RA_F16) d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_F16);
     else if (dtype == RA_BF16 || RA__DECODE_DIRECT == RA_BF16)
         d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_BF16);
@@ -4743,7 +4746,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_fold_alone)(ra__decode_rows *rows,
  * the first unit are folded one by one. */
 RA__ISA_STATIC void RA__NAME(decode_fold_heads)(ra__decode_rows *rows, const ra__decode_keys *keys,
                                                 int32_t n) {
-    float s[RA__DECODE_HEADS * RA__DECODE_LINE];
+    float s[(int32_t)RA__DECODE_HEADS * RA__DECODE_LINE];
     ra__decode_keys y = *keys;
     int32_t first = 0;                 /* of the heads with weights */
     int32_t ready[RA__DECODE_HEADS];   /* separate loops: the long chains of heads overlap */
@@ -12939,7 +12942,7 @@ typedef struct ra__decode {
     ra__sees sees[RA__HANDFUL];        /* ... what it sees, */
     ra__bounds bounds[RA__HANDFUL];
     uint64_t seen[RA__HANDFUL];        /* ... and which keys of the block */
-    ra__decode_keys stretch[RA_BLOCK_TOKENS / 4][RA__HANDFUL / RA__DECODE_ROWS]; /* of the block */
+    ra__decode_keys stretch[RA_BLOCK_TOKENS / 4][(int32_t)RA__HANDFUL / RA__DECODE_ROWS];
 } ra__decode;
 
 /* 1 if a call takes the decoding form when it has few enough tokens. */
@@ -24258,8 +24261,11 @@ RA__OPTIMIZE_END
 #endif
 #if !defined(__clang__)
 #pragma GCC pop_options
-#elif defined(__x86_64__)
+#else
+#pragma clang diagnostic pop
+#if defined(__x86_64__)
 #pragma float_control(pop)
+#endif
 #endif
 #undef RA__PROCESS_ID
 #undef RA__QUIET_NS

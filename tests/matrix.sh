@@ -123,6 +123,29 @@ macros() {
     done
 }
 
+# foreign COMPILER DIALECT [MORE]: after headers that define common words as macros.
+foreign() {
+    parses "$1" "$2" "after macros of other headers $3" \
+        "$3 -include '$root/tests/lang_macros.h' -I'$root' '$impl'"
+}
+
+# pasted COMPILER: the header's text in a program. It works if the header is found too, or under
+# RINGATTN_SELF; otherwise the first error says so, also where the text has a guard of another file.
+pasted() {
+    f="$1 -std=c99 -Wall -Wextra -Wno-unused -DRINGATTN_SCALAR"
+    cell "$1 c99 header pasted into a program" "{ echo '#define RINGATTN_IMPLEMENTATION'
+    cat '$root/ringattn.h'; echo 'int main(void) { return ra_version() == 0; }'; } > program.c
+{ echo '#ifndef ALL'; echo '#define ALL'; cat program.c; echo '#endif'; } > all.h
+echo '#include \"all.h\"' > guarded.c
+for p in program guarded; do
+    if $f -fsyntax-only \$p.c 2> \$p.log; then echo 'error: accepted'; exit 1; fi
+    grep -m 1 'error: ' \$p.log | grep RINGATTN_SELF
+    $f -fsyntax-only -DRINGATTN_SELF='\"$root/ringattn.h\"' \$p.c
+done
+$f -fsyntax-only -I'$root' program.c
+$f -fsyntax-only -DRINGATTN_IMPLEMENTATION -x c '$root/ringattn.h'"
+}
+
 # symbols COMPILER DIALECT LEVEL OBJECT: the implementation defines only ra_* names and needs only
 # memory, threads and clocks from the system: no printing, no exit, no environment, no mathematics.
 # (Without optimisation g++ 12 adds what unwinding through blocks with arrays needs.)
@@ -204,11 +227,14 @@ quick() {
     parses "$cc" c99 "with kernels" "-DLANG_FIRST -DRINGATTN_STATIC -I'$root' '$main'"
     no_threads "$cc" c99 "-DRINGATTN_SCALAR -DLANG_FIRST -DRINGATTN_STATIC"
     symbols "$cc" c99 "" "$made"
+    foreign "$cc" c99 -DRINGATTN_SCALAR
+    pasted "$cc"
     printed "$cc" c99 -O0 "$made"
     readme "$cc" c99 "$(linked "$cc" c99 -O0) '$made'"
     if have g++; then
         two_units g++ c++11 "-O0 $kernels"
         [ ! "$kernels" ] || parses g++ c++11 "with kernels" "-I'$root' '$impl'"
+        foreign g++ c++20
         infer=$root/examples/ring_infer.c
         [ ! -f "$infer" ] || parses g++ c++11 "the engine of examples/infer" \
             "-DRA__IMPLEMENTED -I'$root' '$infer'"
@@ -255,6 +281,10 @@ full() {
         two_units "$cc" "$std" -O0
         ways "$cc" "$std"
         macros "$cc" "$std"
+        case $cc in
+            *++) for std in c++11 c++14 c++17 c++20 c++2b; do foreign "$cc" $std; done ;;
+            *) foreign "$cc" c99; pasted "$cc" ;;
+        esac
     done
     run_cells
     for cc in $known; do
