@@ -38,6 +38,7 @@ enum { HEADS = 3, KEY_DIM = 64, MAX_RANKS = 64, MAX_FILES = 512 };
 enum { TEXT_LIMIT = 64 << 20, DEFAULT_TOKENS = 65536 };
 
 #include "timeline.h"
+#include "cores.h"
 
 /* What a head looks at, and its weight: its share of the prediction is sigmoid(gate[0] * evidence +
  * gate[1] + gate[2] * ln(sum of p^2)), evidence = LSE - sharpness, which is the logarithm of how
@@ -805,7 +806,7 @@ static void table_ranks(const pass *p, FILE *page) {
         say(page, "Got here: addresses, for the ranks share memory. A network would carry keys\n"
             "and values, %s tokens a message, and need %s a rank instead of the extra.",
             tl_count(p->seats[0].plan.chunk_tokens), mib(p->seats[0].plan.workspace_bytes));
-    if (sysconf(_SC_NPROCESSORS_ONLN) < p->ranks)
+    if (cores_here() < p->ranks)
         say(page, "There are more ranks than processors: computing counts the time in which\n"
             "another rank had the processor, too.");
     say(page, "Tiles, messages and bytes are %s the plan had said before the run.",
@@ -1085,9 +1086,9 @@ int main(int argc, char **argv) {
     shard all = {0};
     char title[4400], note[256], *body = NULL;
     size_t body_bytes = 0;
-    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    const int cores = cores_here();
     parse(&o, argc, argv);
-    int nth = cores < 1 ? 1 : cores < o.ranks ? (int)cores : o.ranks;
+    int nth = cores < o.ranks ? cores : o.ranks;
     text_load(&x, &o);
     printf("Predicting %s, %s byte%s, by exact causal attention: %d heads of %d dimensions.\n",
            x.name, tl_count(x.count), s_of(x.count), HEADS, KEY_DIM);
@@ -1108,7 +1109,7 @@ int main(int argc, char **argv) {
     picture.title = title;
     picture.note = note;
     picture.tokens = x.count;
-    picture.cores = (int32_t)cores;
+    picture.cores = cores;
     write_picture(&picture, &o, argv[0], body);
     tl_close(&picture);
     shard_close(&all);

@@ -13,6 +13,7 @@
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
 #include "timeline.h"
+#include "cores.h"
 
 #include <math.h>
 #include <time.h>
@@ -237,7 +238,7 @@ static int number(const char *s, int64_t least, int64_t most, int64_t *out) {
 
 int main(int argc, char **argv) {
     static job j;
-    const long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    const int cores = cores_here();
     int64_t tokens = 1 << 20, ranks = 4;
     int32_t only = 0;
     int bad = 0;
@@ -257,7 +258,7 @@ int main(int argc, char **argv) {
     }
     j.tokens = tokens;
     j.ranks = (int32_t)ranks;
-    j.cores = cores < 1 ? 1 : cores > CORES ? CORES : (int)cores;
+    j.cores = cores > CORES ? CORES : cores;
     if (j.cores > j.ranks) j.cores = j.ranks;
     for (j.dtype = RA_F32; j.dtype <= RA_BF16; j.dtype += RA_BF16 - RA_F32) {
         if ((only && only != j.dtype) || tl_open(&j.picture, j.ranks)) continue;

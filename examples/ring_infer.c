@@ -14,6 +14,7 @@
 #define _POSIX_C_SOURCE 200809L
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
+#include "cores.h"
 #include "infer/engine.h"
 #include "infer/tokenizer.h"
 #include "transports/ra_shm.h"
@@ -34,7 +35,7 @@ static const char usage[] =
     "  --prompt TEXT     what the model continues; or --file FILE; or --tokens 1,2,3\n"
     "  --predict N       tokens to generate at most (64)\n"
     "  --ranks P         ranks that split the cache (1)\n"
-    "  --threads T       threads of all ranks together (one per processor)\n"
+    "  --threads T       threads of all ranks together (as many as this process has processors)\n"
     "  --cache TYPE      of the cache: f32, f16, bf16 or q8_0 (f16)\n"
     "  --context N       positions of the cache (as many as are needed)\n"
     "  --chunk N         tokens of the prompt per call (128; 1024 for more than 8 ranks)\n"
@@ -157,11 +158,11 @@ static int ranks_agree(const program *p) {
 }
 
 static int arguments(program *p, int argc, char **argv) {
-    const long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    const int cores = cores_here();
     p->path = argv[1];
     p->o.predict = 64;
     p->o.cache_dtype = RA_F16;
-    p->o.threads = cores > 0 && cores < 1024 ? (int32_t)cores : 1;
+    p->o.threads = cores < 1024 ? cores : 1024;
     for (int i = 2; i < argc; i++) {
         if (!strcmp(argv[i], "--ids")) p->ids = 1;
         else if (!strcmp(argv[i], "--shm")) p->shm = 1;
