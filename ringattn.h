@@ -195,10 +195,10 @@
  *              + backward: f32 gradients of 4 chunks, with RA_CAP_SHARED of ranks + 3
  *   Threads  Threads may share plans, and calls of ra_attention with workspaces of their own may
  *            run at once. A ring runs one pass at a time, on any number of your threads. The
- *            library starts threads only in ra_world_run. During a call
- *            arithmetic rounds to nearest, flushes denormals to zero and traps nothing, whatever
- *            your program has set. Your settings and status flags are restored, also for callbacks.
- *            New threads of ra_world_run have the settings of its caller.
+ *            library starts threads only in ra_world_run. During a call arithmetic rounds to
+ *            nearest, flushes denormals to zero and traps nothing, whatever your program has set.
+ *            Your settings and status flags are restored, also for callbacks. The threads of
+ *            ra_world_run begin with the settings of its caller.
  *   Errors   Every call that can fail returns a status. A refusal names the field and the reason.
  *            Nothing is printed, nothing aborts, and no wait is unbounded, except inside a sendrecv
  *            callback of yours that ignores its deadline.
@@ -10283,6 +10283,15 @@ RA__NOINLINE ra_status ra__refuse_given(int32_t given, int32_t scores, ra_error 
     return ra__refuse(e, RA_E_NULL, field, "is null, but scores has RA_SCORE_#", flag);
 }
 
+static ra_status ra__check_slopes(const ra_desc *d, const ra_tensors *t, ra_error *e) {
+    RA__OWN_FP ra__fp fp = ra__fp_enter();
+    ra__checks x = { e, ra__check_address(e, "t.alibi", t->alibi, 4) };
+    for (int32_t h = 0; h < d->q_heads && !x.status; h++)
+        ra__refuse_real_if(&x, !(t->alibi[h] >= -1e28f && t->alibi[h] <= 1e28f), RA_E_RANGE,
+                           "t.alibi", "must be from -1e28 to 1e28", (double)t->alibi[h]);
+    return x.status;
+}
+
 /* Checks what changes scores. rows: of queries. */
 static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, int64_t rows,
                                   ra_error *e) {
@@ -10292,15 +10301,12 @@ static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, int64_t
     const int given = (t->alibi ? RA_SCORE_ALIBI : 0) | (t->sinks ? RA_SCORE_SINKS : 0) |
                       (b->data ? RA_SCORE_BIAS : 0);
     if (given != d->scores) return ra__refuse_given(given, d->scores, e);
-    for (int32_t h = 0; h < d->q_heads && t->alibi; h++)
-        ra__refuse_real_if(&x, !(t->alibi[h] >= -1e28f && t->alibi[h] <= 1e28f), RA_E_RANGE,
-                           "t.alibi", "must be from -1e28 to 1e28", (double)t->alibi[h]);
+    if (t->alibi) x.status = ra__check_slopes(d, t, e);
     ra__refuse_if(&x, b->data && b->keys < 1, RA_E_RANGE, "t.bias.keys", "# is not positive",
                   b->keys);
     ra__refuse_if(&x, b->dtype < 0 || b->dtype > RA_BF16, RA_E_ENUM, "t.bias.dtype",
                   "# is not RA_F32, RA_F16 or RA_BF16", b->dtype);
     const int64_t element = b->dtype > RA_F32 ? 2 : 4;
-    if (!x.status) x.status = ra__check_address(e, "t.alibi", t->alibi, 4);
     if (!x.status) x.status = ra__check_address(e, "t.sinks", t->sinks, 4);
     if (!x.status) x.status = ra__check_address(e, "t.bias", b->data, element);
     if (x.status || !(steps[0] | steps[1] | steps[2] | steps[3])) return x.status;
@@ -16152,7 +16158,8 @@ static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t chunks) {
     p->line = (int64_t *)ra__carve(a, 3 * (int64_t)p->d.ranks * 8);
     ra__play_carve(a, p);
     ra__lists_carve(a, &p->forward, chunks, chunks + sequences, 2 * chunks, 0);
-    if (p->d.train) ra__lists_carve(a, &p->back, chunks, 2 * chunks + sequences, 3 * chunks, chunks);
+    if (p->d.train)
+        ra__lists_carve(a, &p->back, chunks, 2 * chunks + sequences, 3 * chunks, chunks);
 }
 
 static void ra__lists_recv(ra__pass_lists *r, int64_t chunk, int32_t fold, int32_t send) {
