@@ -13730,7 +13730,9 @@ static ra_status ra__local_call(const ra__local *c, void *workspace, size_t byte
                               "is null, but # threads need one: see ra_attention_bytes", who.nth);
         need = decode ? ra__decode_bytes_of(&c->d, 1, ra__four_rows(c))
                       : ra__scratch_bytes(&c->d, 1);
-        if (need > (c->d.page_tokens && !decode ? RA__STACK_PAGED : RA__STACK_BYTES))
+        const int32_t most = c->d.page_tokens && !decode ? (int32_t)RA__STACK_PAGED
+                                                          : (int32_t)RA__STACK_BYTES;
+        if (need > most)
             return ra__refuse(e, RA_E_WORKSPACE, "k_dim",
                               "rows of # elements do not fit on the stack: give a workspace",
                               c->d.k_dim);
