@@ -140,7 +140,7 @@ static int64_t other_bits(const shard *s, const float *mine) {
 }
 
 /* Why the ring failed, if it did, and what it did last. */
-static void print_failure(const ra_ring *ring) {
+static void print_failure(ra_ring *ring) {
     ra_event e[10];
     char line[RA_TEXT_BYTES];
     const int n = ra_ring_events(ring, e, 10);
