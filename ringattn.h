@@ -10648,8 +10648,8 @@ static double ra__f64_of_f32(float x) {
 }
 
 /* A scale or a softcap. Kernels multiply by it, by log2(e) times it and by its reciprocal. In this
- * range these are normal numbers, and scores that are lost because a product with them is subnormal
- * are below 1e-17. */
+ * range these are normal numbers. A product with one of them that is subnormal counts as 0: under a
+ * softcap that loses scores below 1e-17, and without one what q below 1e-18 adds to a score. */
 RA__INLINE int ra__factor_valid(float x) {
     return !(ra__f32_bits(x) << 1) || (x >= 1e-20f && x <= 1e20f);
 }
