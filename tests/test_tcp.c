@@ -1162,7 +1162,7 @@ typedef struct tn_path {
     const char *to;
     size_t spoil, kept;                /* 0: never */
     size_t cut, passed[2];             /* bytes, cut 0: never */
-    int cut_back, calls;
+    int cut_back, calls, ended;        /* connections; atomic */
     uint8_t copy[20000];
     pthread_t id;
 } tn_path;
@@ -1187,13 +1187,14 @@ static void *tn_path_main(void *arg) {
     while (!cf_load(&p->stop)) {
         int a = accept(p->listener, NULL, NULL), open = 1;
         int b = a >= 0 ? tn_call(p->to) : -1;
-        p->calls += b >= 0;
+        if (b >= 0) cf_store(&p->calls, p->calls + 1);
         while (!cf_load(&p->stop) && b >= 0 && open) {
             open = tn_relay(p, a, b, 1) && tn_relay(p, b, a, 0);
             cf_sleep_us(100);
         }
         if (a >= 0) close(a);
         if (b >= 0) close(b);
+        if (b >= 0) cf_store(&p->ended, p->ended + 1);
         cf_sleep_us(500);
     }
     return NULL;
@@ -1258,8 +1259,7 @@ TEST(cut_in_the_handshake) {
         d[1].addresses = at;
         if (pthread_create(&p.id, NULL, tn_path_main, &p)) abort();
         for (int r = 0; r < 2; r++) tn_start(&o[r], &d[r]);
-        for (int n = 0; n < 4000 && !cf_load(&p.calls); n++) cf_sleep_us(500);
-        cf_sleep_us(60000);
+        for (int n = 0; n < 10000 && !cf_load(&p.ended); n++) cf_sleep_us(500);
         tn_start(&o[2], &d[2]);
         for (int r = 0; r < 3; r++)
             if (!CHECK_EQ(tn_join_open(&o[r]), RA_OK))

@@ -250,15 +250,16 @@ static RA_TCP_UNUSED void ra_tcp_option(int fd, int level, int name, int value) 
     (void)setsockopt(fd, level, name, &value, sizeof value);
 }
 
-static RA_TCP_UNUSED int ra_tcp_prepare(int fd) {
+/* Probes are rarer the more ranks there are: a host with many of them drops their probes. */
+static RA_TCP_UNUSED int ra_tcp_prepare(int fd, int ranks) {
     int flags = fcntl(fd, F_GETFL, 0);
     if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) return -1;
     (void)fcntl(fd, F_SETFD, FD_CLOEXEC);
     ra_tcp_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
     ra_tcp_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
 #ifdef TCP_KEEPIDLE
-    ra_tcp_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 10);
-    ra_tcp_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 5);
+    ra_tcp_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 10 + ranks / 4);
+    ra_tcp_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 5 + ranks / 16);
     ra_tcp_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 4);
 #endif
     return 0;
@@ -312,7 +313,7 @@ static RA_TCP_UNUSED int ra_tcp_listen(const char *address, int *port) {
         if (fd >= 0) ra_tcp_option(fd, SOL_SOCKET, SO_REUSEADDR, 1);
         if (a->ai_family == AF_INET6) ra_tcp_option(fd, IPPROTO_IPV6, IPV6_V6ONLY, 1);
         if (fd >= 0 && !bind(fd, a->ai_addr, a->ai_addrlen) && !listen(fd, 4096) &&
-            !ra_tcp_prepare(fd)) break;
+            !ra_tcp_prepare(fd, 0)) break;
         kept = errno;
         if (fd >= 0) close(fd);
         fd = -1;
@@ -905,7 +906,7 @@ static RA_TCP_UNUSED void ra_tcp_dial(ra_tcp *t, ra_tcp_conn *c, const struct ad
     fd = socket(a->ai_family, SOCK_STREAM, 0);
     if (fd < 0 && ra_tcp_is_full(errno) && ra_tcp_make_room(t, errno))
         fd = socket(a->ai_family, SOCK_STREAM, 0);
-    if (fd < 0 || ra_tcp_prepare(fd) ||
+    if (fd < 0 || ra_tcp_prepare(fd, t->ranks) ||
         (connect(fd, a->ai_addr, a->ai_addrlen) && errno != EINPROGRESS)) {
         ra_tcp_tried(c, "it cannot be called", errno);
         if (fd >= 0) close(fd);
@@ -973,7 +974,7 @@ static RA_TCP_UNUSED int ra_tcp_callers(ra_tcp *t) {
         if (fd < 0) continue;
         c = ra_tcp_place(t, 0);
         ra_tcp_reset(c);
-        if (ra_tcp_prepare(fd)) {
+        if (ra_tcp_prepare(fd, t->ranks)) {
             close(fd);
             continue;
         }
@@ -1429,7 +1430,7 @@ static RA_TCP_UNUSED ra_status ra_tcp_begin(ra_tcp *t) {
         !ra_tcp_conns(t->conn, t->ranks, t, bytes) ||
         !ra_tcp_conns(t->stranger, t->places, t, RA_TCP_TALK))
         return ra_tcp_refuse(&t->d, RA_E_NOMEM, "ranks", "no memory for %d connections", t->ranks);
-    if (pipe(t->wake) || ra_tcp_prepare(t->wake[0]) || ra_tcp_prepare(t->wake[1]))
+    if (pipe(t->wake) || ra_tcp_prepare(t->wake[0], 0) || ra_tcp_prepare(t->wake[1], 0))
         return ra_tcp_refuse(&t->d, RA_E_IO, "wake", "no pipe: %s", strerror(errno));
     if (t->listener < 0 && t->ranks > 1 && t->rank < t->ranks - 1)
         t->listener = ra_tcp_listen(t->d.addresses[t->rank], &port);
