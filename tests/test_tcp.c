@@ -1138,7 +1138,7 @@ static int tn_world_of(int ranks, int flooded, int64_t ms) {
 }
 
 /* Rings form with more ranks than there are places for strangers, and while a process that is no
- * rank calls all of them as fast as it can. */
+ * rank calls all of them as fast as it can. --long: 256 ranks, --count worlds of them, or 3. */
 static void tn_many(int worlds, int ranks, int flooded) {
     if (!tn_descriptors(2 * ranks + RA_TCP_STRANGERS + 50)) return;
     for (int i = 0; i < worlds; i++) {
@@ -1149,8 +1149,9 @@ static void tn_many(int worlds, int ranks, int flooded) {
                                   (long long)((ra_now_ns() - begin) / TN_MS));
     }
 }
-TEST(many_ranks) { tn_many(h_run.large ? 20 : 1, h_run.large ? 256 : 48, 0); }
-TEST(many_ranks_flooded) { tn_many(h_run.large ? 20 : 1, h_run.large ? 256 : 24, 1); }
+static int tn_worlds(void) { return h_run.count ? (int)h_run.count : h_run.large ? 3 : 1; }
+TEST(many_ranks) { tn_many(tn_worlds(), h_run.large ? 256 : 48, 0); }
+TEST(many_ranks_flooded) { tn_many(tn_worlds(), h_run.large ? 256 : 24, 1); }
 TEST(few_ranks_flooded) { tn_many(h_run.large ? 40 : 4, 3, 1); }
 
 /* -------------------------------------------------------------------------- in between
