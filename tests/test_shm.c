@@ -705,6 +705,39 @@ TEST(same_rank_twice) {
     world_free(&w);
 }
 
+/* A rank is killed at a random moment while ranks meet: the others hear of it, or wait until the
+ * deadline if it had not come. A rank that had heard that all is well sees it afterwards. */
+TEST(killed_while_they_meet) {
+    int heard = 0;
+    for (int i = 0; i < (h_run.large ? 200 : 16); i++) {
+        h_rng rng = h_case_rng(i);
+        world w = world_of((int)h_range(&rng, 2, 6));
+        const int victim = (int)h_range(&rng, 0, w.ranks - 1);
+        const int64_t wait_us = h_range(&rng, 0, 4000);
+        if (!h_case(i)) {
+            world_free(&w);
+            continue;
+        }
+        w.deadline_ms = 300;
+        h_context("rank %d of %d is killed after %lld us", victim, w.ranks, (long long)wait_us);
+        start(&w, open_with);
+        ra_shm__nap(wait_us * 1000);
+        kill(w.pid[victim], SIGKILL);
+        for (int r = 0; r < w.ranks; r++) {
+            const int status = reap(w.pid[r], 10000), told = w.s->status[r];
+            CHECK(status == 0 || (r == victim && status == SIGKILL));
+            if (status) continue;
+            CHECK(told == RA_OK || told == RA_E_PEER || told == RA_E_TIMEOUT);
+            CHECK(told == RA_OK || w.s->text[r][0]);
+            heard += told == RA_E_PEER;
+            CHECK(w.s->ended_ns[r] - w.s->began_ns[r] < 3000000000);
+        }
+        world_free(&w);
+    }
+    nobody_left();
+    if (h_run.large) CHECK(heard > 0);
+}
+
 /* 1: the text has the word and then the number. */
 static int says(const char *text, const char *word, long number) {
     char want[40];
@@ -1176,6 +1209,7 @@ int main(int argc, char **argv) {
         ENTRY(mismatched_ranks_are_refused),
         ENTRY(same_rank_twice),
         ENTRY(names_collide_and_are_free_again),
+        ENTRY(killed_while_they_meet),
         ENTRY(strays_do_not_matter),
         ENTRY(a_full_queue),
         ENTRY(a_file_that_is_not_sealed),
