@@ -8836,7 +8836,7 @@ enum {
     RA__BF16_FAST = 1 << 30,           /* see ra__isa_bf16_fast */
     RA__INT8_FAST = 1 << 29,           /* AVX512 VNNI and VBMI */
     RA__HAS_CRC = 1 << 28,             /* an instruction for CRC-32C */
-    RA__FAMILY_19 = 1 << 27            /* AMD family 0x19: Zen 3 and Zen 4 */
+    RA__ZEN4 = 1 << 27                 /* AMD family 0x19 with AVX512_BF16 */
 };
 
 #if RA__X86
@@ -8896,7 +8896,7 @@ static uint32_t ra__isa_probe(void) {
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1u)) return found;
     found |= 1u << RA_ISA_AVX512_BF16;
     if (ra__isa_bf16_fast()) found |= RA__BF16_FAST;
-    if (ra__amd_model() >> 8 == 0x19u) found |= RA__FAMILY_19;
+    if (ra__amd_model() >> 8 == 0x19u) found |= RA__ZEN4;
     if (ra__isa_amx(d7, xcr0)) found |= 1u << RA_ISA_AMX;
     return found;
 }
@@ -8959,9 +8959,9 @@ static RA__UNUSED const ra__kernel *ra__kernel_decode(const ra_desc *d) {
     return kernel->decode_fold ? kernel : ra__kernel_f32(d->isa);
 }
 
-/* 1 if decoding uses decode_near: not on Zen 3 and Zen 4, see DECODE. */
+/* 1 if decoding uses decode_near: not on Zen 4, see DECODE. */
 RA__INLINE int ra__decodes_near(void) {
-    return !(ra__isa_detect() & (uint32_t)RA__FAMILY_19);
+    return !(ra__isa_detect() & (uint32_t)RA__ZEN4);
 }
 
 /* 1 if tiles prefetch into the L1 cache: rows (see ra__prefetch_some), or with at most 32 query
@@ -12886,19 +12886,17 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, r
  * 64 keys that begin 16 bytes off a line, speed beside a plain loop at -Ofast -march=native, head
  * by head -> all heads: 8 heads of D 64 1.37 -> 1.75, 32 heads 1.31 -> 1.92.
  *
- * PERF: AMD family 0x19 (Zen 3, Zen 4) prefetches the next stretch into L2 while it computes one.
- * L1 is too small for that: rows 4 KB apart share its sets, and the queries and sums of 8 heads
- * fill it. Zen 4, 32/8 heads of D 128, 32768 keys, one thread, share of the speed of a loop that
- * only reads, without -> with: f32 62 -> 100 %, f16 62 -> 75 (the rest is arithmetic), bf16 61 ->
- * 105; [Hkv][T][D] 80 -> 105, 69 -> 72, 75 -> 100. Prefetched into L1: f32 69 %.
- * PERF: other processors prefetch into L1, and use decode_near if the kernel has it. Zen 5, the
- * same, [T][Hkv][D], gcc -O2, L2 -> near: f32 66 -> 82 %, f16 57 -> 74, bf16 59 -> 79; two threads
- * 76 -> 94, 68 -> 89, 72 -> 86.
- * PERF: decode_near computes the scores of 8 keys of all heads, then adds their values; the last
- * values of a block go to acc directly. Zen 5, one thread, in turn, 16 keys of one head after the
- * other -> 8 keys of all heads, [T][Hkv][D]: f16 74 -> 78 % of a reading loop, bf16 80 -> 81, f32
- * 83 -> 82; [Hkv][T][D]: f32 93 -> 98, bf16 92 -> 96, f16 86 -> 87. Over 128 keys f16 takes 0.87 of
- * the time, bf16 0.95.
+ * PERF: on a Zen 4 the next stretch is prefetched into L2 while one is computed. L1 is too small:
+ * rows 4 KB apart share its sets, and the queries and sums of 8 heads fill it. Zen 4, 32/8 heads of
+ * D 128, 32768 keys, one thread, share of the speed of a loop that only reads, without -> with: f32
+ * 62 -> 100 %, f16 62 -> 75 (the rest is arithmetic), bf16 61 -> 105; [Hkv][T][D] 80 -> 105, 69 ->
+ * 72, 75 -> 100. Prefetched into L1: f32 69 %. PERF: other processors prefetch into L1, and use
+ * decode_near if the kernel has it. Zen 5, the same, [T][Hkv][D], gcc -O2, L2 -> near: f32 66 -> 82
+ * %, f16 57 -> 74, bf16 59 -> 79; two threads 76 -> 94, 68 -> 89, 72 -> 86. PERF: decode_near
+ * computes the scores of 8 keys of all heads, then adds their values; the last values of a block go
+ * to acc directly. Zen 5, one thread, in turn, 16 keys of one head after the other -> 8 keys of all
+ * heads, [T][Hkv][D]: f16 74 -> 78 % of a reading loop, bf16 80 -> 81, f32 83 -> 82; [Hkv][T][D]:
+ * f32 93 -> 98, bf16 92 -> 96, f16 86 -> 87. Over 128 keys f16 takes 0.87 of the time, bf16 0.95.
  * PERF: where heads have no gaps, what is left is traffic between L1 and L2. Loops that only read
  * what decoding reads take, in ms: in the order of addresses 4.0; 2, 4, 8 tokens at a time head by
  * head, while the next ones are prefetched, 4.2, 4.5, 4.8; K of 8 tokens, then V, 4.4; copied row
