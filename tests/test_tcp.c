@@ -1049,7 +1049,7 @@ static void tn_flood(const tn_crowd *c) {
     for (int i = 0; i < HELD; i++) held[i] = -1;
     for (int r = 0; r < c->ranks; r++) close(c->fd[r]);
     if (getuid() == 0 && setuid(65534)) _exit(1);
-    alarm(120);
+    alarm(320);
     for (;; calls++) {
         int *fd = &held[calls % HELD];
         if (*fd >= 0) close(*fd);
@@ -1069,7 +1069,7 @@ static int tn_member(const tn_crowd *c, int rank, int64_t ms) {
     ra_error why;
     ra_transport_op op[2], *list[2] = { &op[0], &op[1] };
     int in = -1, out = rank;
-    alarm(120);
+    alarm(320);
     for (int r = 0; r < c->ranks; r++) if (r != rank) close(c->fd[r]);
     d.rank = rank;
     d.ranks = c->ranks;
@@ -1144,7 +1144,7 @@ static void tn_many(int worlds, int ranks, int flooded) {
     for (int i = 0; i < worlds; i++) {
         int64_t begin = ra_now_ns();
         if (!h_case(i)) continue;
-        CHECK_EQ(tn_world_of(ranks, flooded, 60000), 0);
+        CHECK_EQ(tn_world_of(ranks, flooded, ranks < 100 ? 60000 : 150000), 0);
         if (h_run.verbose) printf("%d ranks%s: %lld ms\n", ranks, flooded ? ", flooded" : "",
                                   (long long)((ra_now_ns() - begin) / TN_MS));
     }

@@ -23,9 +23,9 @@
  * ring connects can take a rank's place, and anyone on the path can read and change everything.
  * With RA_TCP_SODIUM and a key of 32 bytes both sides of a connection prove that they have the key,
  * and every frame is encrypted and authenticated. Without the key nobody can join, stall or crash
- * the ring: a stranger occupies a place for a few seconds at most, in bounded memory, whoever has
- * not said a whole hello is dropped first, and the port is closed once the ring is connected.
- * (Anyone who can cut the wire can cut the ring.)
+ * the ring: a stranger occupies a place for 5 s and 80 ms per rank at most, in bounded memory,
+ * whoever has not said a whole hello is dropped first, and the port is closed once the ring is
+ * connected. (Anyone who can cut the wire can cut the ring.)
  *
  * Connections. A rank listens on its own address and on no other. It connects to all ranks below it
  * and accepts those above. There is one connection per pair, so any rank reaches any other. Ranks
@@ -96,7 +96,8 @@ enum { RA_TCP_VERSION = 2, RA_TCP_CHANNELS = 2, RA_TCP_OPS = 256, RA_TCP_STRANGE
 enum { RA_TCP_HEAD = 24, RA_TCP_HELLO = 96, RA_TCP_TALK = 512 };
 enum { RA_TCP_PLAIN = 262144, RA_TCP_SEALED = 65536 };
 #define RA_TCP_MS ((int64_t)1000000)
-#define RA_TCP_SHAKE_NS (5000 * RA_TCP_MS)     /* the longest handshake */
+/* The longest handshake: with many ranks on a host each of them rarely has its turn. */
+#define RA_TCP_SHAKE_NS(ranks) ((5000 + 80 * (ranks)) * RA_TCP_MS)
 #define RA_TCP_DRAIN_NS (50 * RA_TCP_MS)
 #define RA_TCP_SWEEP_NS (2 * RA_TCP_MS)        /* between looks at connections without ops */
 #ifdef RA_TCP_SODIUM
@@ -950,7 +951,7 @@ static RA_TCP_UNUSED int ra_tcp_attend(ra_tcp *t, ra_tcp_conn *c, int events, in
     int code = RA_OK;
     if (events && c->stage == RA_TCP_AT_DIAL) code = ra_tcp_dialed(t, c);
     if (code == RA_OK && events && c->stage != RA_TCP_AT_DIAL) code = ra_tcp_shake(t, c);
-    if (code == RA_OK && c->stage < RA_TCP_AT_SEATED && now > c->since_ns + RA_TCP_SHAKE_NS) {
+    if (code == RA_OK && c->stage < RA_TCP_AT_SEATED && now > c->since_ns + RA_TCP_SHAKE_NS(t->ranks)) {
         ra_tcp_tried(c, ra_tcp_silence(c), 0);
         code = RA_AGAIN;
     }
