@@ -951,7 +951,8 @@ static RA_TCP_UNUSED int ra_tcp_attend(ra_tcp *t, ra_tcp_conn *c, int events, in
     int code = RA_OK;
     if (events && c->stage == RA_TCP_AT_DIAL) code = ra_tcp_dialed(t, c);
     if (code == RA_OK && events && c->stage != RA_TCP_AT_DIAL) code = ra_tcp_shake(t, c);
-    if (code == RA_OK && c->stage < RA_TCP_AT_SEATED && now > c->since_ns + RA_TCP_SHAKE_NS(t->ranks)) {
+    if (code == RA_OK && c->stage < RA_TCP_AT_SEATED &&
+        now > c->since_ns + RA_TCP_SHAKE_NS(t->ranks)) {
         ra_tcp_tried(c, ra_tcp_silence(c), 0);
         code = RA_AGAIN;
     }
