@@ -861,7 +861,7 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
 
 /* ========================================================================== L2: ring
  * A ring runs one pass at a time and serves any number of plans. All ranks must start the same
- * passes in the same order: nothing else matches them. */
+ * passes in the same order: nothing else matches them. A pass ends only after all have begun it. */
 typedef struct ra_ring ra_ring;
 
 enum { RA_EV_TILE = 1, RA_EV_SEND, RA_EV_RECV, RA_EV_WAIT, RA_EV_PASS, RA_EV_FAIL,
@@ -911,7 +911,8 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
     ra_error *error;                   /* of ra_ring_create */
     int32_t trust_plans;               /* AGREED. 0: the first forward and the first backward pass
                                         * of a plan begin with a frame of 64 bytes to rank + 1 (not
-                                        * in reports and counters; a ring remembers 32 plans). Ranks
+                                        * in reports and counters; nor are those of roll calls, see
+                                        * L3; a ring remembers 32 plans). Ranks
                                         * whose plans differ, even about who sends what, then fail
                                         * with RA_E_MISMATCH. 1: they may wait until a deadline */
     int32_t checksums;                 /* AGREED. 1: messages with data carry a CRC-32C. A wrong one
@@ -1041,7 +1042,8 @@ RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char 
  * Each missing chunk comes from its owner, from a rank that still holds it, or from your refetch.
  * Rows of survivors get the bits that the pass would have given. Such a ring can only be resumed
  * again, with a higher epoch and only these ranks, or destroyed: later passes need a plan and a
- * ring of the survivors. The plans of the last two passes must exist until then. */
+ * ring of the survivors. A pass ends on no rank before all have begun it, so ranks are at most one
+ * pass apart, and the plans of the last two passes must exist until then. */
 typedef struct ra_resume_desc {
     const ra_transport *transport;     /* a new one, of the survivors: rank i is survivors[i]. See
                                         * ra_transport for what it needs. reg is not called. One
@@ -1075,10 +1077,10 @@ typedef struct ra_resumed {
  * deadline, and dereg is called. Allocates as much as a ring.
  *
  * Failures on all ranks, before a chunk moves: RA_E_PEER if no survivor and no refetch has a
- * missing chunk (ra_failure.chunk of rank .peer); RA_E_UNSUPPORTED after a backward pass, a failed
- * engine or with a rank that is more than one pass ahead: begin the pass anew. After these and any
- * later failure ra_resume may be called again. Failures name ranks of the plan. RA_E_UNSAFE: the
- * old transport may still write; see ra_ring_error. */
+ * missing chunk (ra_failure.chunk of rank .peer); RA_E_UNSUPPORTED after a backward pass or a
+ * failed engine: begin the pass anew. After these and any later failure ra_resume may be called
+ * again. Failures name ranks of the plan. RA_E_UNSAFE: the old transport may still write; see
+ * ra_ring_error. */
 RINGATTN_API ra_status ra_resume(ra_ring *ring, const ra_resume_desc *rd, int64_t deadline_ns);
 /* The same without blocking: then ra_step, on any threads, until RA_OK or an error. One step looks
  * at all chunks of all ranks, to choose who sends what. Counters are not reset. */
@@ -1197,19 +1199,24 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  *    0..ranks-1: map them to your communicator inside ctx.
  *  2 ra_ring_create copies the struct and may call reg for its buffers. No message is sent.
  *  3 A pass: the library posts batches of ops, polls, waits. Calls of one ring never overlap. They
- *    come from whichever thread steps, without RA_CAP_ANY_THREAD only from steps with ith = 0. Only
- *    abort may come from any thread during any other call. Passes on one ctx take turns: see turn.
+ *    come from whichever thread steps, without RA_CAP_ANY_THREAD only from steps with ith = 0. Each
+ *    sees what the calls before it wrote, on whichever thread: you need no fences. Only abort may
+ *    come from any thread during any other call. Passes on one ctx take turns: see turn.
  *  4 A failure: the library calls abort once and posts no more. ctx serves no later ring.
  *  5 ra_finish, which blocking calls, ra_resume and ra_ring_destroy contain, calls quiesce once
  *    after a failure, on the caller's thread. ra_ring_destroy calls dereg, frees nothing of yours.
+ *  6 A rank that leaves owes its peers only the messages whose sends are DONE. What they post to it
+ *    later ends with RA_E_PEER, or stays PENDING.
  *
  * Level 0 is sendrecv alone; level 1 is post and poll; everything else is optional.
  *
  * Messages. The n-th send matches the n-th receive per (peer, channel). Both sides compute the same
  * length, exact and at most max_msg; no message is split or empty. Keep message boundaries: a
  * receive that meets another length ends with RA_E_TRUNC, and its send with that or DONE (level 0
- * returns RA_E_TRUNC). A send may wait for its receive. Tags start anew with each pass. Buffers are
- * host memory. Nothing marks where a pass begins or ends.
+ * returns RA_E_TRUNC). A send may stay PENDING until its receive is posted, however long that is:
+ * only deadlines and the watchdog, which are the library's, end it. A peer may have yet to come:
+ * keep what is posted to it until then. No rank sends to itself. Tags start anew with each pass.
+ * Buffers are host memory. Nothing marks where a pass begins or ends.
  *
  * Channel 0 carries chunks from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan
  * says). Channel 1 is used with RA_CAP_SHARED, and in backward passes, where gradients return on
@@ -1226,11 +1233,14 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  *
  * Without trust_plans the first forward and the first backward pass of a plan begin with a frame of
  * 64 bytes from each rank to rank + 1, on channel 0. A rank posts nothing else before its own is
- * sent and the other is received. A forward message is such a frame and the chunk: for each of its
- * pieces (zigzag chunks have two) positions if the layout is ARRAY, K rows, V rows, each part on a
- * multiple of 64. The piece that travels farther comes first, and the other is left out where no
- * rank needs it any more. In a backward pass the f32 sums of gradients are between frame and chunk;
- * on their return they come without the chunk.
+ * sent and the other is received. If some rank gets no chunk from or through some other, a pass has
+ * a roll call, so that no rank ends it before all have begun it: after the chunks for or from the
+ * same peer, ranks r and r + 1 (below `ranks`) send each other such a frame on channel 0. A forward
+ * message is a frame and the chunk: for each of its pieces (zigzag chunks have two) positions if
+ * the layout is ARRAY, K rows, V rows, each part on a multiple of 64. The piece that travels
+ * farther comes first, and the other is left out where no rank needs it any more. In a backward
+ * pass the f32 sums of gradients are between frame and chunk; on their return they come without the
+ * chunk.
  *
  * Time. deadline_ns of a callback is an absolute time on ra_now_ns(), whatever the ring's clock is.
  * It is never RA_NO_DEADLINE, and may be INT64_MAX: subtract from it, do not add to it. */
@@ -1260,8 +1270,10 @@ typedef struct ra_transport_op {       /* the library's; stays at its address wh
     void    *mr;                       /* from reg, or null */
     int32_t  state;                    /* RA_MSG_IDLE when posted; written by post and poll */
     size_t   done;                     /* bytes moved, written before DONE; 0 counts as len. With
-                                        * RA_E_TRUNC: bytes of buf that have come; if there are 64
-                                        * the failure names what ranks disagree about. A send is
+                                        * RA_E_TRUNC of a receive: buf has the bytes that fit, and
+                                        * done is the message's length, so min(done, len) bytes are
+                                        * valid (0: none). The library reads the first 64 of them,
+                                        * to name what ranks disagree about. A send is
                                         * DONE when buf may be used again and the message arrives
                                         * even if this rank never calls the transport again */
     void    *scratch[8];               /* yours while PENDING or lent; zero when posted */
@@ -1328,17 +1340,20 @@ struct ra_transport {
     int (*release)(void *ctx, ra_transport_op *op);
 
     /* Any thread, any time, wait-free (take no lock of post or poll), idempotent; frees nothing,
-     * writes no op. From now on post, poll and wait end all ops with RA_E_ABORTED. `why` is the
-     * RA_E_* of this rank. Send peers a notice if you can: their ops then end with RA_E_ABORTED. If
-     * you only close connections they blame this rank (RA_E_PEER), otherwise deadlines end them. */
+     * writes no op. From now on, whatever peers do, post, poll and wait end all ops given to them,
+     * or return an error: RA_E_ABORTED or `why`, the RA_E_* of this rank. What abort returns is not
+     * read. Send peers a notice if you can: all their ops, or those with this rank, then end with
+     * RA_E_ABORTED. If you only close connections they blame this rank (RA_E_PEER), otherwise
+     * deadlines end them. */
     int (*abort)(void *ctx, int why);
 
     /* Required with RA_CAP_SHARED; without quiesce a ring that fails with ops pending is leaked
-     * (RA_E_UNSAFE). Called after abort, as the ring ends, without ops. RA_OK: no op or buffer of
-     * the ring, and with RA_CAP_SHARED no tensor of this rank, will be touched again. Another value
-     * is final: this cannot be promised. May block until deadline_ns; receive what peers still
-     * send, or they wait for you. With RA_CAP_SHARED the last thread in ra_step also calls it, with
-     * a past deadline, only to announce that this rank has stopped. */
+     * (RA_E_UNSAFE). Called after abort, as the ring ends, without ops: their states are not read
+     * any more, and need not be written. RA_OK: no op or buffer of the ring, and with RA_CAP_SHARED
+     * no tensor of this rank, will be touched again. Another value is final: this cannot be
+     * promised. May block until deadline_ns; receive what peers still send, or they wait for you.
+     * With RA_CAP_SHARED the last thread in ra_step also calls it, with a past deadline, only to
+     * announce that this rank has stopped. */
     int (*quiesce)(void *ctx, int64_t deadline_ns);
 
     /* Text for a code that a callback returned, or null. A failure quotes up to 160 bytes. */
@@ -14290,6 +14305,7 @@ typedef struct ra__pass_lists {
     ra__returned *returned;            /* backward: those of them that leave and return */
     int64_t folds, recvs, sends, exchanges, owns, returns;
     int32_t backward, direction;       /* +1: chunks go to rank + 1 */
+    int32_t rolls;                     /* 1: the pass has a roll call, see RA__ROLL_IN */
     int64_t chunk_bytes;               /* longest message between neighbours */
     int64_t return_bytes;              /* backward: longest message to an owner */
     const ra__chunk *chunk;            /* all chunks of the pass */
@@ -15497,7 +15513,8 @@ typedef struct ra__crew {
     ra__tickets tickets;
 } ra__crew;
 enum { RA__RING_ENDING = 3 };          /* a pass that went well, while its last callbacks run */
-enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3, RA__FRAME_HELLO = 7 };
+enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3, RA__FRAME_HELLO = 7,
+       RA__FRAME_ROLL = 11 };
 enum { RA__FRAME_MEET = 16, RA__FRAME_REPORT, RA__FRAME_REQUEST, RA__FRAME_END }; /* in RESUME */
 enum { RA__EPOCH_BIT = 40 };           /* of ra__frame.pass: passes are numbered below it */
 enum { RA__MET = 32 };                 /* plans that a ring remembers */
@@ -15602,10 +15619,14 @@ typedef struct ra__queue {
 
 /* Hellos begin the first pass of a plan: each rank sends a frame to the next one, before anything
  * else is posted. Notices end a pass with shared memory: when a rank no longer reads the keys of an
- * owner, it sends that owner a notice. */
+ * owner, it sends that owner a notice. A roll call makes sure that no rank ends a pass before all
+ * have begun it: a frame goes from the first rank to the last, another from the last to the first
+ * (ROLL_BACK), and each rank passes them on. Without it a rank that receives from few others could
+ * be any number of passes ahead, and ra_resume could not go back. */
 enum { RA__HELLO_OUT, RA__HELLO_IN, RA__RECEIVES, RA__SENDS, RA__RETURNS, RA__NOTICES_IN,
-       RA__NOTICES_OUT, RA__QUEUES };
-enum { RA__NOTICE = -1, RA__HELLO = -2 };              /* in place of the number of a chunk */
+       RA__NOTICES_OUT, RA__ROLL_OUT, RA__ROLL_BACK_OUT, RA__ROLL_IN, RA__ROLL_BACK_IN,
+       RA__QUEUES };
+enum { RA__NOTICE = -1, RA__HELLO = -2, RA__ROLL = -3 }; /* in place of the number of a chunk */
 
 /* Counters that begin at 0 in each pass. */
 enum { RA__PASS_COUNTERS = 10 };
@@ -15820,8 +15841,9 @@ static void ra__ring_carve_links(ra__arena *a, const ra_plan *p, const ra__count
     int64_t align = ra__max(64, (int64_t)r->tp.align);
     ra__queue *in = &r->queue[RA__RECEIVES], *out = &r->queue[RA__SENDS];
     memset(r->queue, 0, sizeof r->queue);
-    for (int32_t k = RA__HELLO_OUT; k <= RA__HELLO_IN; k++)
-        ra__queue_carve(a, &r->queue[k], p->d.ranks > 1, RA__FRAME_BYTES, align);
+    for (int32_t k = 0; k < RA__QUEUES; k++)
+        if (k < RA__RECEIVES || k >= RA__ROLL_OUT)
+            ra__queue_carve(a, &r->queue[k], p->d.ranks > 1, RA__FRAME_BYTES, align);
     if (r->shared) bytes = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
     ra__queue_carve(a, in, ra__min(r->shared ? RA__SHARED_BUFFERS : p->d.buffers, n->recvs), bytes,
                     align);
@@ -16780,6 +16802,22 @@ static int64_t ra__plan_unvisited(const ra_plan *p) {
 }
 
 /* Makes all the rest of the plan from the list of chunks. */
+/* 1: some rank could end the pass before another has begun it, because it receives no chunk from or
+ * through that one. Chunks of every owner that go all the way around reach all ranks. */
+static int32_t ra__tour_rolls(const ra__tour *w) {
+    const int32_t ranks = w->p->d.ranks;
+    uint8_t around[RA__MOST_RANKS];
+    int32_t n = 0;
+    memset(around, 0, (size_t)ranks);
+    for (int64_t c = 0; c < w->t->chunks; c++) {
+        const ra__chunk *chunk = &w->t->chunk[c];
+        if (ra__chunk_hops(chunk, w->back) < ranks - 1 || around[chunk->owner]) continue;
+        around[chunk->owner] = 1;
+        n++;
+    }
+    return n < ranks && ranks > 1;
+}
+
 static void ra__plan_fill(ra_plan *p) {
     for (int32_t r = 0; r < p->d.ranks; r += RA__VIEWERS)
         for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
@@ -16796,6 +16834,7 @@ static void ra__plan_fill(ra_plan *p) {
         tour = ra__tour_of(p, back);
         ra__lists_fill(&tour, lists);
         lists->unvisited = ra__plan_unvisited(p);
+        lists->rolls = ra__tour_rolls(&tour);
     }
     ra__plan_readers(p);
 }
@@ -17139,8 +17178,8 @@ static void ra__tp_turn_ends(const ra_transport *t) {
  * the two are ordered and no wake-up is lost.
  *
  * Callbacks return RA_OK or the permanent failure of the seat, which is `why` on the rank that
- * aborted and RA_E_ABORTED on others. Single ops fail with RA_E_TRUNC (on both sides; only a frame
- * is copied), RA_E_PEER (the peer left or quiesced) or RA_E_IO (kind, channel or peer is invalid).
+ * aborted and RA_E_ABORTED on others. Single ops fail with RA_E_TRUNC (on both sides; what fits is
+ * copied), RA_E_PEER (the peer left or quiesced) or RA_E_IO (kind, channel or peer is invalid).
  * tests/shm.pml is a model of all this. */
 
 #ifdef RINGATTN_NO_THREADS
@@ -17350,7 +17389,7 @@ static void ra__shm_close(ra_transport_op *op, int32_t state) {
 }
 
 /* Copies between `op`, which this thread posts, and `other`, which it has taken out of the inbox:
- * if they differ in length only the frame, which says why. It must not touch `other` after the
+ * if they differ in length, what fits. It must not touch `other` after the
  * report, because the owner may use it again. */
 static void ra__shm_move(ra_transport_op *op, ra_transport_op *other) {
     ra__shm_seat *owner = (ra__shm_seat *)other->scratch[RA__SHM_OWNER];
@@ -17358,9 +17397,8 @@ static void ra__shm_move(ra_transport_op *op, ra_transport_op *other) {
     const ra_transport_op *from = op->kind == RA_MSG_RECV ? other : op;
     int fits = to->len == from->len;
     size_t n = to->len < from->len ? to->len : from->len;
-    if (!fits && n > RA__FRAME_BYTES) n = RA__FRAME_BYTES;
     if (n) memcpy(to->buf, from->buf, n);
-    op->done = other->done = n;
+    op->done = other->done = from->len;
     ra__shm_close(op, fits ? (int32_t)RA_MSG_DONE : (int32_t)RA_E_TRUNC);
     ra__shm_report(other, fits ? (int32_t)RA__SHM_MOVED : (int32_t)RA_E_TRUNC);
     ra__add_i32(&owner->open, -1);
@@ -18334,16 +18372,18 @@ static void ra__ring_op_event(ra_ring *r, const ra_transport_op *op, int posted,
 
 /* 1: the messages of queue `which` are sent; 0: they are received. */
 static int ra__queue_sends(int which) {
-    return which == RA__SENDS || which == RA__NOTICES_OUT || which == RA__HELLO_OUT;
+    return which == RA__SENDS || which == RA__NOTICES_OUT || which == RA__HELLO_OUT ||
+           which == RA__ROLL_OUT || which == RA__ROLL_BACK_OUT;
 }
 
-/* The chunk of message i of a queue; without one RA__HELLO or RA__NOTICE. */
+/* The chunk of message i of a queue; without one RA__HELLO, RA__NOTICE or RA__ROLL. */
 static int32_t ra__queue_chunk(const ra_ring *r, int which, int64_t i) {
     switch (which) {
     case RA__RECEIVES: return r->lists->recv[i].chunk;
     case RA__SENDS: return r->lists->send[i].chunk;
     case RA__RETURNS: return r->lists->returned[i].chunk;
-    default: return which < RA__RECEIVES ? RA__HELLO : RA__NOTICE;
+    default:
+        return which < RA__RECEIVES ? RA__HELLO : which < RA__ROLL_OUT ? RA__NOTICE : RA__ROLL;
     }
 }
 
@@ -18355,7 +18395,8 @@ static int32_t ra__queue_peer(const ra_ring *r, int which, int64_t i, int32_t *h
     switch (which) {
     case RA__HELLO_OUT: return ra__rank_up(p, r->rank, 1);
     case RA__HELLO_IN: return ra__rank_up(p, r->rank, -1);
-    case RA__RECEIVES: return ra__ring_peer(r, -1);
+    case RA__RECEIVES: case RA__ROLL_IN: case RA__ROLL_BACK_OUT: return ra__ring_peer(r, -1);
+    case RA__ROLL_OUT: case RA__ROLL_BACK_IN: return ra__ring_peer(r, 1);
     case RA__SENDS:
         return r->lists->backward ? ra__back_to(p, &r->lists->chunk[c], r->rank, hop)
                                   : ra__ring_peer(r, 1);
@@ -18374,7 +18415,7 @@ static ra_transport_op *ra__queue_post(ra_ring *r, int which, int32_t peer, int6
     const int64_t now = ra__ring_now(r);
     memset(op, 0, sizeof *op);
     op->kind = ra__queue_sends(which) ? RA_MSG_SEND : RA_MSG_RECV;
-    op->channel = which >= RA__RETURNS;
+    op->channel = which >= RA__RETURNS && which < RA__ROLL_OUT;
     op->peer = peer;
     op->tag = ra__tp_tag(&r->tp, c >= 0 ? c : c == RA__NOTICE ? r->pass : 0);
     op->buf = buf;
@@ -18423,11 +18464,22 @@ static void ra__ring_release(ra_ring *r) {
     }
 }
 
-/* How many ops of a queue of chunks may be pending. Those that notices or control messages may need
- * are kept free; backward a quarter of the others is for returned gradients. */
-static int64_t ra__queue_most(const ra_ring *r, int which) {
+/* The ops that may be pending, except those that notices or control messages may need. */
+static int64_t ra__ring_ops(const ra_ring *r) {
     const int64_t peers = r->shared ? (int64_t)r->ranks - 1 : ra__max(0, r->controls / 2 - 1);
-    const int64_t all = (int64_t)r->tp.max_ops - 2 * peers;
+    return (int64_t)r->tp.max_ops - 2 * peers;
+}
+
+/* 1: two ops are kept free for the roll call that comes against the direction of travel, so that it
+ * need not wait for the last chunks. */
+static int ra__roll_early(const ra_ring *r) {
+    return r->lists->rolls && r->tp.post && ra__ring_ops(r) >= 6;
+}
+
+/* How many ops of a queue of chunks may be pending. Backward a quarter is for returned
+ * gradients. */
+static int64_t ra__queue_most(const ra_ring *r, int which) {
+    const int64_t all = ra__ring_ops(r) - 2 * ra__roll_early(r);
     const int64_t returns = r->lists->backward ? ra__max(1, all / 4) : 0, links = all - returns;
     if (which == RA__RETURNS) return returns;
     return ra__max(1, which == RA__RECEIVES ? links / 2 : links - links / 2);
@@ -18505,6 +18557,34 @@ static void ra__ring_more_notices(ra_ring *r) {
         memcpy(ra__queue_buf(out, out->posted), &f, sizeof f);
         r->owner_alive[out->posted] = NULL;
         (void)ra__queue_post_next(r, RA__NOTICES_OUT);
+    }
+}
+
+/* 1: the message of this queue of the roll call may be posted. The n-th send must match the n-th
+ * receive, so it comes after all chunks of the same peers; ops must be free; and what goes on has
+ * come. If it takes the ops of chunks, one way follows the other. */
+static int ra__roll_may(const ra_ring *r, int which) {
+    const int sends = ra__queue_sends(which);
+    const int back = which == RA__ROLL_BACK_OUT || which == RA__ROLL_BACK_IN;
+    const ra__queue *q = r->queue, *link = &q[sends ? RA__SENDS : RA__RECEIVES];
+    const ra__queue *from = &q[back ? RA__ROLL_BACK_IN : RA__ROLL_IN];
+    const ra__queue *one = &q[sends ? RA__ROLL_OUT : RA__ROLL_IN];
+    const ra__queue *two = &q[sends ? RA__ROLL_BACK_OUT : RA__ROLL_BACK_IN];
+    if (q[which].posted == q[which].total || (sends && from->done < from->total)) return 0;
+    if (back && ra__roll_early(r)) return r->ranks > 2 || link->posted == link->total;
+    if (back && q[RA__ROLL_IN].done < q[RA__ROLL_IN].total) return 0;
+    return link->posted == link->total &&
+           link->posted - link->done + one->posted - one->done + two->posted - two->done <
+               ra__queue_most(r, sends ? RA__SENDS : RA__RECEIVES);
+}
+
+/* Posts the messages of the roll call that may be posted. */
+static void ra__ring_more_rolls(ra_ring *r) {
+    for (int which = RA__ROLL_OUT; which <= RA__ROLL_BACK_IN; which++) {
+        if (!ra__roll_may(r, which)) continue;
+        ra__frame f = ra__ring_frame(r, RA__FRAME_ROLL, 0, -1, RA__FRAME_BYTES);
+        if (ra__queue_sends(which)) memcpy(r->queue[which].buf, &f, sizeof f);
+        (void)ra__queue_post_next(r, which);
     }
 }
 
@@ -18612,6 +18692,20 @@ static ra_status ra__ring_sendrecv(ra_ring *r, ra_transport_op *out, ra_transpor
     return RA_OK;
 }
 
+/* Transports with sendrecv only: the next message of the roll call, sends first, when this rank has
+ * folded everything: it would not compute meanwhile. */
+static ra_status ra__ring_exchange_roll(ra_ring *r) {
+    if (ra__load_i64(&r->folded) < r->lists->folds) return RA_OK;
+    for (int which = RA__ROLL_OUT; which <= RA__ROLL_BACK_IN; which++) {
+        const ra__queue *queue = &r->queue[which];
+        ra_transport_op *op = queue->op;
+        const int sends = ra__queue_sends(which);
+        if (queue->done < queue->posted)
+            return ra__ring_sendrecv(r, sends ? op : NULL, sends ? NULL : op, 0, -1);
+    }
+    return RA_OK;
+}
+
 /* Transports with sendrecv only: the hellos, or the next exchange, if both its halves have been
  * posted and it is due. One at a time: the next may send on what came in this. */
 static ra_status ra__ring_exchange(ra_ring *r) {
@@ -18622,7 +18716,7 @@ static ra_status ra__ring_exchange(ra_ring *r) {
     if (r->queue[RA__HELLO_IN].done < r->queue[RA__HELLO_IN].posted)
         return ra__ring_sendrecv(r, ra__queue_op(&r->queue[RA__HELLO_OUT], 0),
                                  ra__queue_op(&r->queue[RA__HELLO_IN], 0), 0, -1);
-    if (r->exchanged == lists->exchanges) return RA_OK;
+    if (r->exchanged == lists->exchanges) return ra__ring_exchange_roll(r);
     x = &lists->exchange[r->exchanged];
     if (x->recv >= r->queue[RA__RECEIVES].posted || x->send >= r->queue[RA__SENDS].posted ||
         x->returned >= r->queue[RA__RETURNS].posted || !ra__exchange_due(r, x))
@@ -18668,9 +18762,11 @@ static void ra__ring_bind(ra_ring *r, const ra_transport *tp) {
     r->pause.ctx = r;
 }
 
-/* The frame of the next message of a queue that receives: of chunk c, RA__NOTICE or RA__HELLO. */
+/* The frame of the next message of a queue that receives: of chunk c, or of what
+ * ra__queue_chunk returns for a message without one. */
 static ra__frame ra__ring_due(const ra_ring *r, int64_t c) {
     if (c == RA__HELLO) return ra__ring_greeting(r, ra__rank_up(r->plan, r->rank, -1));
+    if (c == RA__ROLL) return ra__ring_frame(r, RA__FRAME_ROLL, 0, -1, RA__FRAME_BYTES);
     if (c < 0) return ra__ring_frame(r, RA__FRAME_DONE, r->rank, -1, RA__FRAME_BYTES);
     return ra__ring_frame(r, ra__ring_kind(r), r->lists->chunk[c].owner, c,
                           ra__ring_length(r, c, 1));
@@ -18682,7 +18778,7 @@ static int ra__ring_fail_length(ra_ring *r, const ra_transport_op *op, int64_t c
     const int sending = op->kind == RA_MSG_SEND;
     ra__blame why = ra__blame_of(op->peer, sending, op->state < 0 ? op->state : 0, chunk);
     if (op->state > 0) why.moved = (int64_t)op->done;
-    if (!sending && op->done >= RA__FRAME_BYTES) {
+    if (!sending && op->done >= RA__FRAME_BYTES && op->len >= RA__FRAME_BYTES) {
         ra__frame due = ra__ring_due(r, chunk), came;
         memcpy(&came, op->buf, sizeof came);
         if (came.pass == due.pass &&
@@ -18705,8 +18801,8 @@ static int ra__ring_op_done(ra_ring *r, const ra_transport_op *op, int64_t chunk
     return 1;
 }
 
-/* Checks the next message of a queue, which is chunk c, RA__NOTICE or RA__HELLO: 1 done and as it
- * should be, 0 not yet, negative: the pass has failed. */
+/* Checks the next message of a queue, chunk c as in ra__ring_due: 1 done and as it should be, 0 not
+ * yet, negative: the pass has failed. */
 static int ra__queue_look(ra_ring *r, const ra__queue *queue, int64_t c) {
     int done;
     if (queue->done == queue->posted) return 0;
@@ -18721,7 +18817,7 @@ static int ra__queue_look(ra_ring *r, const ra__queue *queue, int64_t c) {
     if (ra__ring_rank_of(r, op->peer) == r->rank) return 1;    /* fetched again: no message */
     if (c >= 0) (void)ra__add_i64(sending ? &r->counters.chunks_out : &r->counters.chunks_in, 1);
     ra__ring_op_event(r, op, 0, c, queue->ns ? queue->ns[queue->done % queue->slots] : r->begin_ns);
-    if (c != RA__HELLO)
+    if (c >= RA__NOTICE)
         (void)ra__add_i64(sending ? &r->counters.bytes_out : &r->counters.bytes_in,
                           (int64_t)op->len);
     return 1;
@@ -18838,6 +18934,7 @@ static void ra__ring_more(ra_ring *r) {
     ra__ring_more_returns(r);
     ra__ring_more_sends(r);
     ra__ring_more_notices(r);
+    ra__ring_more_rolls(r);
 }
 
 /* A round of communication, under `comm`: > 0 something moved, 0 nothing, < 0 failed. */
@@ -19680,10 +19777,14 @@ static void ra__begin_work(ra_ring *r, const ra_plan *p) {
 
 /* Sets the counters and queues of a new pass. */
 static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
+    const int rolls = r->lists->rolls, ends = r->rank == 0 || r->rank == r->ranks - 1;
+    const int first = ends && (r->rank == 0) == (r->lists->direction > 0), last = ends && !first;
     const int64_t total[RA__QUEUES] = { r->greets, r->greets,
                                        r->lists->recvs, r->lists->sends, r->lists->returns,
                                        r->notices ? p->reader_count : 0,
-                                       r->notices ? p->source_count : 0 };
+                                       r->notices ? p->source_count : 0,
+                                       rolls && !last, rolls && !first, rolls && !first,
+                                       rolls && !last };
     ra_ring_counters *c = &r->counters;
     for (int i = 0; i < RA__PASS_COUNTERS; i++) ra__store_i64(ra__pass_counter(c, i), 0);
     const int back = r->lists->backward;
@@ -20398,7 +20499,7 @@ static void ra__resume_check_peer(ra_ring *r, int32_t i, uint64_t hash) {
     const char *why = NULL;
     if (!ahead && (f->chunk & RA__RANK_BACKWARD)) why = "has a backward pass: begin it anew";
     else if (!ahead && (f->chunk & RA__RANK_ENGINE)) why = "has an engine that failed";
-    else if (ahead > 1 || !its) why = "is more than one forward pass ahead";
+    else if (ahead > 1 || !its) why = "has had more than one forward pass since";
     if (why) ra__resume_set_verdict(r, RA_E_UNSUPPORTED, rank, -1, why);
     else if (its != hash)
         ra__resume_set_verdict(r, RA_E_MISMATCH, rank, -1, "has another pass of that number");

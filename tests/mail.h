@@ -34,7 +34,7 @@ typedef struct mail {                  /* a send or a receive */
     struct mail *next, *next_posted;
     mail_end *end;                     /* null: what was sent is held in the bytes that follow */
     void *buf;
-    size_t len;
+    size_t len, came;                  /* came: length of the message that a receive met */
     uint64_t tag;
     int status;                        /* RA_AGAIN until both ends have met */
 } mail;
@@ -103,8 +103,10 @@ static inline void mail_move(mail_net *w, mail_link *link) {
         link->receives = r->next;
         r->status = s->len != r->len ? RA_E_TRUNC : s->tag != r->tag ? RA_E_PROTO : RA_OK;
         s->status = RA_OK;
+        r->came = s->len;
         if (r->status) w->wrong++;
-        else if (r->len) memcpy(r->buf, s->buf, r->len);
+        if (r->status != RA_E_PROTO && r->len && s->len)
+            memcpy(r->buf, s->buf, r->len < s->len ? r->len : s->len);
         w->bytes += (int64_t)r->len;
         if (!s->end) mail_free(w, s);
         pthread_cond_broadcast(&w->news);
@@ -255,7 +257,7 @@ static inline int mail_look(mail_end *e, ra_transport_op *const *ops, int n) {
         if (ops[i]->state != RA_MSG_PENDING || m->status == RA_AGAIN) continue;
         while (*at != m) at = &(*at)->next_posted;
         *at = m->next_posted;
-        ops[i]->done = m->status ? 0 : m->len;
+        ops[i]->done = m->status == RA_E_TRUNC ? m->came : m->status ? 0 : m->len;
         ops[i]->state = m->status ? m->status : RA_MSG_DONE;
         mail_free(w, m);
         moved++;

@@ -936,7 +936,7 @@ TEST(steps_poll) {
 
 /* How a network ends receives whose message has another length than agreed. Odd values: with an
  * undefined state. */
-enum { SHORT_ERROR, SHORT_DONE, SHORT_ERROR_AND_BYTES, SHORT_ODD };
+enum { SHORT_ERROR, SHORT_DONE, SHORT_ERROR_AND_BYTES, SHORT_LONGER, SHORT_ODD };
 static ra_transport short_net;
 static int short_way;
 
@@ -946,6 +946,7 @@ static int short_poll(void *ctx, ra_transport_op *const *ops, int n) {
         ra_transport_op *op = ops[i];
         if (op->kind != RA_MSG_RECV || op->state != RA_MSG_DONE) continue;
         op->done = short_way == SHORT_ERROR ? 0 : op->len - 64;
+        if (short_way == SHORT_LONGER) op->done += 128;
         op->state = short_way == SHORT_ODD ? 7 : short_way == SHORT_DONE ? RA_MSG_DONE : RA_E_TRUNC;
     }
     return code;
@@ -960,7 +961,7 @@ TEST(short_messages_name_what_differs) {
         ra_failure f;
         ra_desc d;
         ra_status s[2] = { RA_AGAIN, RA_AGAIN };
-        int named = way == SHORT_DONE || way == SHORT_ERROR_AND_BYTES;
+        int named = way == SHORT_DONE || way == SHORT_ERROR_AND_BYTES || way == SHORT_LONGER;
         rd.trust_plans = 1;
         x.g = rig_new(2, 256, 1);
         d = x.g->d;

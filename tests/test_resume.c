@@ -9,7 +9,7 @@
 #include "mail.h"
 #include "net.h"
 
-enum { RANKS = 6, PASSES = 2, ATTEMPTS = 5, WATCHDOG = 2000000, STUCK = 60000 };
+enum { RANKS = 6, PASSES = 4, ATTEMPTS = 5, WATCHDOG = 2000000, STUCK = 60000 };
 enum { NOBODY, SOME, EVERYBODY };      /* who can fetch keys again */
 
 static int train;                      /* 1: problems have gradients, and passes are backward */
@@ -310,7 +310,8 @@ static void begin_all(sim *w, int epoch, int odd) {
         rd.epoch = epoch + (i == odd);
         rd.refetch = w->fetch ? refetch : NULL;
         rd.ctx = s;
-        rd.tensors_kept = !s->spoilt[0] && !s->spoilt[1];
+        rd.tensors_kept = 1;
+        for (int k = 0; k < PASSES; k++) rd.tensors_kept &= !s->spoilt[k];
         for (int k = 0; k < s->ran && small_chance(30); k++) {
             spoil(&s->part[k].k);
             spoil(&s->part[k].v);
@@ -488,7 +489,7 @@ static void one_case(h_rng rng, int lend) {
     int ranks, victim, passes;
     small_seed(rng.state);
     ranks = small_range(2, batches ? 3 : RANKS);
-    passes = batches || small_chance(60) ? 1 : 2;
+    passes = batches || small_chance(60) ? 1 : small_range(2, PASSES);
     random_net(&c, ranks);
     c.any_peer = small_chance(50);
     c.reg = small_chance(30) ? 1 : 0;

@@ -310,14 +310,17 @@ static void check_counters(world *w, int r) {
     SOUND(w, s->progress_done == c.tiles_all || c.tiles_all == 0);
 }
 
-/* Hellos of a rank: one for each plan that it has not used yet, and one more for its gradients. */
-static int64_t hellos(const world *w) {
+/* Frames alone that rank r sends: a hello for each plan that it has not used yet, and one more for
+ * its gradients; and those of roll calls. It gets as many. */
+static int64_t hellos(const world *w, int r) {
     int64_t n = 0;
     for (int i = 0; i < w->passes && w->ranks > 1; i++) {
         int met = 0;
         for (int k = 0; k < i; k++)
             met |= hook_plans_agree(w->plan[k][0], w->plan[i][0]);
         if (!met) n += 1 + w->problem[i].d.train;
+        n += hook_rolls(w->plan[i][0], 0, r);
+        if (w->problem[i].d.train) n += hook_rolls(w->plan[i][0], 1, r);
     }
     return n;
 }
@@ -339,7 +342,7 @@ static void check_traffic(world *w, int r) {
     for (int i = 0; i < 2; i++) {
         if (!w->net->c.train) SOUND(w, n->messages[i] == chunks[i]);
         SOUND(w, n->bytes[i] + n->word_bytes[i] == bytes[i]);
-        SOUND(w, n->hellos[i] == hellos(w));
+        SOUND(w, n->hellos[i] == hellos(w, r));
     }
 }
 
@@ -348,7 +351,8 @@ static int bits_of_grads(const world *w, int pass) {
     return ra_plan_query(w->plan[pass][0], 0, &p) == RA_OK && p.backward.bits_any_ranks;
 }
 
-/* A pass that ended well is right, and the library does not use its tensors any more. */
+/* A pass that ended well is right, all ranks have begun it, and the library does not use its
+ * tensors any more. */
 static void end_pass(world *w, int r) {
     seat *s = &w->seat[r];
     const rank_part *whole = w->whole[s->pass].s ? &w->whole[s->pass] : NULL;
@@ -359,6 +363,11 @@ static void end_pass(world *w, int r) {
     if (s->back && whole && whole->s->train && bits_of_grads(w, s->pass))
         SOUND(w, same_grads(&s->part, whole, 0) && same_grads(&s->part, whole, 1));
     check_counters(w, r);
+    for (int i = 0; i < w->ranks; i++) {
+        ra_ring_counters c;
+        ra_ring_query(w->seat[i].ring, &c);
+        SOUND(w, c.pass > s->ran);
+    }
     s->ran++;
     s->begun = 0;
     s->progress_done = s->progress_all = 0;
@@ -677,7 +686,7 @@ static int some_sender(const world *w, int64_t *messages) {
             (void)ra_plan_query(w->plan[k][r], r, &p);
             *messages += p.forward.chunks_out;
         }
-        if (*messages) *messages += hellos(w);
+        if (*messages) *messages += hellos(w, r);
         if (*messages) return r;
     }
     return -1;
@@ -825,6 +834,11 @@ static int some_moment(world *w) {
     return w->seat[victim].over ? -1 : victim;
 }
 
+static int hellos_left(const world *w, int r) {
+    const int64_t *n = w->net->rank[r].hellos, all = hellos(w, r);
+    return n[0] < all || n[1] < all;
+}
+
 static void check_silence(world *w) {
     const seat *s = &w->seat[w->first_failed];
     ra_failure f = { 0 };
@@ -834,8 +848,7 @@ static void check_silence(world *w) {
         SOUND(w, f.sending == 0 || f.sending == 1);
         SOUND(w, f.peer >= 0 && f.peer != w->first_failed);
         if (!w->net->c.shared)             /* a hello is no chunk */
-            SOUND(w, (f.chunk >= 0 || w->net->rank[w->first_failed].hellos[0] < hellos(w) ||
-                          w->net->rank[w->first_failed].hellos[1] < hellos(w)) &&
+            SOUND(w, (f.chunk >= 0 || hellos_left(w, w->first_failed)) &&
                      (net_is_neighbour(w->net, f.peer, w->first_failed) || s->back));
         if (w->ranks == 2) SOUND(w, f.peer == w->silent);
     }
