@@ -83,6 +83,5 @@ int main(int argc, char **argv) {
     nn_port = atoi(argv[1]);
     nn_names = argv + 2;
     m.most_ranks = (argc - 2) / 2;
-    m.patience_ms = 20000;
     return cf_suite(&m, stdout) != 0;
 }

@@ -66,7 +66,8 @@ typedef struct cf_maker {
     int processes;                      /* 1: ranks are processes forked after make, 0: threads */
     int tells_peers;                    /* 1: abort also fails what other ranks have pending */
     int most_ranks;                     /* 0: 8 */
-    int64_t patience_ms;                /* how long the suite waits for what must come; 0: 5000 */
+    int64_t patience_ms;                /* how long the suite waits for what must come; 0: 30000.
+                                        * Only a test that fails waits that long */
     const cf_outside *outside;          /* null: the suite starts the ranks */
 } cf_maker;
 
@@ -88,6 +89,8 @@ typedef struct cf_maker {
     X(FIELDS, "of an op the transport writes state, done and scratch, and buf of a loan")         \
     X(DONE_BYTES, "done is the bytes moved, written before DONE; 0 counts as len")                \
     X(TRUNC, "keep message boundaries: another length is RA_E_TRUNC")                             \
+    X(TRUNC_DONE, "RA_E_TRUNC of a receive: buf has the bytes that fit, and done is the length of" \
+                  " the message, or 0")                                                           \
     X(LARGEST, "messages up to max_msg are carried")                                              \
     X(PREFIX, "post accepts a prefix of the idle ops per (peer, channel, direction)")             \
     X(AGAIN, "post: RA_OK means that none is left IDLE, RA_AGAIN that some are")                  \
@@ -100,13 +103,14 @@ typedef struct cf_maker {
     X(POLL_BLOCKS, "poll never blocks")                                                           \
     X(POLL_NONE, "poll drives progress, also with n = 0")                                         \
     X(ANY_PEER, "RA_CAP_ANY_PEER: not only rank +- 1")                                            \
+    X(ANY_THREAD, "RA_CAP_ANY_THREAD: calls may come from any thread, one at a time")             \
     X(LATE, "what is sent to or awaited from a rank that has yet to come is kept until it comes") \
     X(WAIT_IDLE, "wait returns at once if no op is PENDING")                                      \
     X(WAIT_WAKES, "wait returns when one of its ops leaves PENDING")                              \
     X(WAIT_DEADLINE, "wait returns by deadline_ns, at once if that has passed")                   \
     X(WAIT_TIMEOUT, "wait at its deadline is RA_OK: nothing is wrong with the transport")         \
-    X(ABORT_PENDING, "abort makes pending ops fail")                                              \
-    X(ABORT_LATER, "abort makes later ops fail")                                                  \
+    X(ABORT_PENDING, "abort makes pending ops fail, whatever peers do")                           \
+    X(ABORT_LATER, "abort makes later ops fail, whatever peers do")                               \
     X(ABORT_WAKES, "abort, from any thread, wakes wait")                                          \
     X(ABORT_TWICE, "abort is idempotent: the second changes nothing")                             \
     X(ABORT_BLOCKS, "abort is wait-free")                                                         \
@@ -162,6 +166,10 @@ typedef struct cf_shared {
     float o[CF_TOKENS * CF_ROW], d_q[CF_TOKENS * CF_ROW], d_k[CF_TOKENS * CF_DIM],
         d_v[CF_TOKENS * CF_DIM], lse[CF_TOKENS * CF_HEADS];
 } cf_shared;
+
+static inline int64_t cf_patience_ms(const cf_maker *m) {
+    return m->patience_ms ? m->patience_ms : 30000;
+}
 
 typedef struct cf_id { int from, to, ring, channel, seq; } cf_id;
 typedef struct cf_op {
@@ -332,6 +340,11 @@ static inline void cf_op_free(cf_op *o) {
     o->mem = o->own = NULL;
 }
 
+/* Time for a quiesce, which waits for the others. */
+static inline int64_t cf_brief(const cf_rank *r) {
+    return r->patience < 5000000000 ? r->patience / 2 : 2500000000;
+}
+
 static inline cf_id cf_message(int from, int to, int ring, int channel, int seq) {
     cf_id m;
     m.from = from; m.to = to; m.ring = ring; m.channel = channel; m.seq = seq;
@@ -433,6 +446,12 @@ static inline int cf_check_fields(cf_rank *r, const cf_op *o) {
                     (unsigned long long)a->tag, (unsigned long long)b->tag);
 }
 
+/* The rule that an error breaks, where the test is about something that may be refused. */
+static inline int cf_error_rule(const cf_rank *r) {
+    const int rule = r->test->hangs;
+    return rule == CF_LARGEST || rule == CF_ANY_PEER || rule == CF_ANY_THREAD ? rule : CF_CODES;
+}
+
 /* Checks what a call did to each op. before: the states before it. */
 static inline int cf_check_states(cf_rank *r, cf_op *const *ops, int n, const int32_t *before,
                                   int posting) {
@@ -453,8 +472,7 @@ static inline int cf_check_states(cf_rank *r, cf_op *const *ops, int n, const in
                             o->op.kind == RA_MSG_SEND ? "a send" : "a receive", o->op.len,
                             o->op.peer);
         if (s < 0 && !r->breaks)
-            return cf_break(r, r->test->hangs == CF_LARGEST || r->test->hangs == CF_ANY_PEER
-                                   ? r->test->hangs : CF_CODES,
+            return cf_break(r, cf_error_rule(r),
                             "an op of %zu bytes, rank %d, channel %d ended with %s", o->op.len,
                             o->op.peer, o->op.channel, ra_status_text(s));
         if (s < 0) o->failed = o->checked = 1;
@@ -498,7 +516,7 @@ static inline int cf_post(cf_rank *r, int ring, cf_op *const *ops, int n) {
     if (!cf_check_states(r, ops, n, before, 1)) return 0;
     if (code < 0 && r->breaks) return code;
     if (code != RA_OK && code != RA_AGAIN)
-        return cf_break(r, CF_CODES, "post returned %d (%s)", code, ra_status_text(code));
+        return cf_break(r, cf_error_rule(r), "post returned %d (%s)", code, ra_status_text(code));
     for (int i = 0; i < n; i++) idle += ops[i]->op.state == RA_MSG_IDLE;
     if (code == RA_OK && idle)
         return cf_break(r, CF_AGAIN, "post returned RA_OK and left %d ops idle", idle);
@@ -522,7 +540,7 @@ static inline int cf_poll(cf_rank *r, int ring, cf_op *const *ops, int n, int64_
     if (code == RA_E_TIMEOUT && deadline >= 0)
         return cf_break(r, CF_WAIT_TIMEOUT, "wait returned RA_E_TIMEOUT, which fails the ring");
     if (code != RA_OK)
-        return cf_break(r, CF_CODES, "%s returned %d (%s)", deadline < 0 ? "poll" : "wait", code,
+        return cf_break(r, cf_error_rule(r), "%s returned %d (%s)", deadline < 0 ? "poll" : "wait", code,
                         ra_status_text(code));
     return 1;
 }
@@ -835,6 +853,54 @@ static inline void cf_t_any_peer(cf_rank *r) {
     }
 }
 
+/* Two ops that are posted on one thread and end on another; or a sendrecv. */
+typedef struct cf_errand {
+    cf_rank *r;
+    cf_op *ops[2];
+    int posts, good;
+} cf_errand;
+
+static inline void *cf_errand_main(void *arg) {
+    cf_errand *e = (cf_errand *)arg;
+    cf_rank *r = e->r;
+    if (!r->t[0]->post) {
+        const int code = cf_sendrecv(r, e->ops[0], e->ops[1], ra_now_ns() + r->patience);
+        e->good = code == RA_OK;
+        if (code && !cf_over(r))
+            cf_break(r, CF_ANY_THREAD, "sendrecv on another thread returned %s",
+                     ra_status_text(code));
+    } else if (e->posts) e->good = cf_post(r, 0, e->ops, 2) == 1;
+    else e->good = cf_finish(r, 0, e->ops, 2, CF_ANY_THREAD);
+    return NULL;
+}
+
+/* Every other round the second thread of this rank posts and the first one waits. */
+static inline void cf_t_threads(cf_rank *r) {
+    if (!(r->t[0]->caps & RA_CAP_ANY_THREAD)) {
+        cf_unclaimed(r);
+        return;
+    }
+    for (int round = 0; round < 6; round++) {
+        cf_op ops[2];
+        cf_errand e = { r, { &ops[0], &ops[1] }, 0, 1 };
+        cf_op_make(r, &ops[0], RA_MSG_SEND, cf_message(r->rank, r->next, 0, 0, round), 70001);
+        cf_op_make(r, &ops[1], RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, round), 70001);
+        ops[1].op.tag = ops[1].was.tag = ops[0].op.tag = ops[0].was.tag = (uint64_t)round;
+        for (int way = 0; way < 2 && e.good; way++) {
+            const int other = way ^ (round & 1);
+            pthread_t id;
+            e.posts = !way;
+            if (!r->t[0]->post && other) continue;     /* one call is all */
+            if (!other) (void)cf_errand_main(&e);
+            else if (pthread_create(&id, NULL, cf_errand_main, &e)) abort();
+            else pthread_join(id, NULL);
+        }
+        if (!e.good) return;
+        cf_free_all(ops, 2);
+    }
+    cf_meet(r);
+}
+
 /* At level 0 a late rank delays its neighbours, and no other rank. */
 static inline void cf_t_late(cf_rank *r) {
     cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
@@ -1083,11 +1149,15 @@ static inline void cf_t_abort(cf_rank *r) {
     if (!aborts && r->maker->tells_peers && n && !amid &&
         !cf_fails(r, list, n, CF_ABORT_PEERS, "pending ops of a rank whose peer aborted"))
         return;
+    /* Rank 0 is alone with its abort until it has seen what that does to itself. */
+    if (!aborts && !cf_await(r, &r->shared->flag[0][0], 1, 2 * r->patience)) return;
     if (!aborts && !cf_abort(r)) return;
     if (n && !cf_fails(r, list, n, CF_ABORT_PENDING, "pending ops")) return;
-    if (!cf_later_fails(r, &later[0], CF_ABORT_LATER) || !cf_abort(r)) return;
+    if (!cf_later_fails(r, &later[0], CF_ABORT_LATER)) return;
+    if (aborts) cf_store(&r->shared->flag[0][0], 1);
+    if (!cf_abort(r)) return;
     if (!cf_later_fails(r, &later[2], CF_ABORT_TWICE)) return;
-    code = cf_quiesce(r, r->patience / 2);
+    code = cf_quiesce(r, cf_brief(r));
     if (!cf_meet(r) || code != RA_OK) return;
     cf_free_all(ops, n);
     cf_free_all(later, 4);
@@ -1110,7 +1180,7 @@ static inline void cf_t_quiesce(cf_rank *r) {
     if (cf_post(r, 0, list, n) == 0 || cf_poll(r, 0, list, n, -1) == 0) return;
     if (r->rank && cf_drive(r, 0, list, n, 10000000) == 0) return;   /* others continue a while */
     if (!cf_abort(r)) return;
-    code = cf_quiesce(r, r->patience / 2);
+    code = cf_quiesce(r, cf_brief(r));
     if (cf_over(r)) return;
     for (int i = 0; i < n && code == RA_OK; i++) memset(ops[i].own, i, ops[i].op.len);
     cf_sleep_us(60000);
@@ -1121,6 +1191,18 @@ static inline void cf_t_quiesce(cf_rank *r) {
     if (code == RA_OK && r->t[0]->quiesce(r->t[0]->ctx, ra_deadline_ms(100)) != RA_OK)
         cf_break(r, CF_QUIET, "called again it no longer returns RA_OK");
     if (cf_meet(r) && code == RA_OK) cf_free_all(ops, n);
+}
+
+/* The receive o, which met a message of 1000 bytes, says so and has what fits. */
+static inline int cf_check_cut(cf_rank *r, cf_op *o) {
+    const size_t fits = o->op.len < 1000 ? o->op.len : 1000;
+    if (!o->op.done) return 1;
+    if (o->op.done != 1000)
+        return cf_break(r, CF_TRUNC_DONE, "a receive of %zu bytes met a message of 1000, and done"
+                        " is %zu", o->op.len, o->op.done);
+    if (!cf_pattern((uint8_t *)o->op.buf, fits, o->id, 1)) return 1;
+    return cf_break(r, CF_TRUNC_DONE, "of %zu bytes that fit and that done counts, not all are in"
+                    " buf", fits);
 }
 
 /* Rank 0 sends 1000 bytes, rank 1 wants fewer (variant 0) or more. */
@@ -1153,11 +1235,12 @@ static inline void cf_t_trunc(cf_rank *r) {
                      " %zu, and poll returned %d", want, o->op.state, o->op.done, code);
         else if (!cf_all(o->own + want, 64, CF_POISON_GUARD))
             cf_break(r, CF_BOUNDS, "a message that is too long was written beyond the buffer");
+        else if (o->op.state == RA_E_TRUNC) cf_check_cut(r, o);
         cf_store(&r->shared->flag[1][0], 1);
     }
     if (cf_meet(r) && t->abort) (void)t->abort(t->ctx, RA_E_TRUNC);
     code = RA_E_UNSAFE;
-    if (!cf_over(r) && t->quiesce) code = cf_quiesce(r, r->patience / 2);
+    if (!cf_over(r) && t->quiesce) code = cf_quiesce(r, cf_brief(r));
     if (cf_meet(r) && r->rank < 2 && code == RA_OK) cf_op_free(o);
 }
 
@@ -1272,6 +1355,31 @@ static inline void cf_t_one_side(cf_rank *r) {
     cf_meet(r);
 }
 
+/* Rank 0 sends 1000 bytes, rank 1 wants fewer (variant 0) or more. */
+static inline void cf_t_trunc_0(cf_rank *r) {
+    const ra_transport *t = r->t[0];
+    const size_t want = r->variant ? 1008 : 992;
+    cf_op *o = r->broken;
+    int code = RA_OK;
+    r->breaks = 1;
+    if (r->rank < 2) {
+        cf_op_make(r, o, r->rank ? RA_MSG_RECV : RA_MSG_SEND, cf_message(0, 1, 0, 0, 0),
+                   r->rank ? want : 1000);
+        code = cf_sendrecv(r, r->rank ? NULL : o, r->rank ? o : NULL, ra_now_ns() + r->patience);
+    }
+    if (r->rank == 1 && code != RA_E_TRUNC && !cf_over(r))
+        cf_break(r, CF_TRUNC, "sendrecv of %zu bytes met a message of 1000 and returned %d (%s)",
+                 want, code, ra_status_text(code));
+    if (r->rank == 0 && code != RA_E_TRUNC && code != RA_OK && !cf_over(r))
+        cf_break(r, CF_TRUNC, "sendrecv sent 1000 bytes where %zu were wanted and returned %d (%s)",
+                 want, code, ra_status_text(code));
+    if (r->rank == 1 && !cf_all(o->own + want, 64, CF_POISON_GUARD))
+        cf_break(r, CF_BOUNDS, "a message that is too long was written beyond the buffer");
+    if (cf_meet(r) && t->abort) (void)t->abort(t->ctx, RA_E_TRUNC);
+    code = !cf_over(r) && t->quiesce ? cf_quiesce(r, cf_brief(r)) : RA_E_UNSAFE;
+    if (cf_meet(r) && r->rank < 2 && code == RA_OK) cf_op_free(o);
+}
+
 /* Rank 0 needs a message of rank 1, which does nothing. */
 static inline void cf_t_sendrecv_deadline(cf_rank *r) {
     int32_t *flag = &r->shared->flag[0][0];
@@ -1329,7 +1437,7 @@ static inline ra_status cf_pass_open(cf_rank *r, cf_pass *p, int rank, int ranks
     memset(p, 0, sizeof *p);
     rd.error = d.error = e;
     rd.watchdog_ns = 4 * r->patience;
-    rd.quiesce_ns = r->patience / 2;
+    rd.quiesce_ns = cf_brief(r);
     p->train = !r->t[0]->post || (r->t[0]->channels > 1 && r->t[0]->max_ops > 2);
     d.ranks = ranks; d.rank = rank; d.tokens = CF_TOKENS;
     d.layout.kind = RA_LAYOUT_ZIGZAG;
@@ -1473,7 +1581,7 @@ static inline void cf_t_cancel(cf_rank *r) {
         }
         ra_ring_cancel(p.ring);
         if (s > 0) s = ra_step(p.ring, 0);
-        if (s < 0) (void)ra_finish(p.ring, ra_now_ns() + r->patience / 2);
+        if (s < 0) (void)ra_finish(p.ring, ra_now_ns() + cf_brief(r));
     } else {
         ra_tensors t = p.t;
         t.d_o.data = NULL;
@@ -1563,6 +1671,8 @@ static const cf_test cf_tests[] = {
     { "quiesce",          cf_t_quiesce,   CF_LEVEL_1,               1, CF_QUIESCE_DEADLINE },
     { "both ways",        cf_t_both_ways, CF_LEVEL_0,               1, CF_BOTH_WAYS },
     { "one side",         cf_t_one_side,  CF_LEVEL_0,               1, CF_ONE_SIDE },
+    { "cut short",        cf_t_trunc_0,   CF_LEVEL_0 | CF_ONE_WORLD, 2, CF_TRUNC },
+    { "any thread",       cf_t_threads,   CF_LEVEL_0 | CF_LEVEL_1,  1, CF_ANY_THREAD },
     { "a late rank",      cf_t_late,      CF_LEVEL_0 | CF_LEVEL_1 | CF_LATE_RANK, 1, CF_LATE },
     { "its deadline",     cf_t_sendrecv_deadline, CF_LEVEL_0,       1, CF_SENDRECV_DEADLINE },
     { "passes",           cf_t_passes,    CF_PASSES,                1, CF_PASS },
@@ -1660,7 +1770,7 @@ static inline void cf_rank_make(cf_rank *r, const cf_job *job, void *world, int 
     r->next = (rank + 1) % job->ranks;
     r->prev = (rank + job->ranks - 1) % job->ranks;
     r->variant = job->variant;
-    r->patience = (m->patience_ms ? m->patience_ms : 5000) * 1000000;
+    r->patience = cf_patience_ms(m) * 1000000;
     r->random = cf_mix((uint64_t)(rank * 64 + job->variant) + 77) | 1;
 }
 
@@ -1699,7 +1809,7 @@ static inline void cf_stuck(const cf_job *job, int64_t limit_ms, char *text, siz
 
 /* How long one test may take. */
 static inline int64_t cf_limit_ms(const cf_maker *m) {
-    return 6 * (m->patience_ms ? m->patience_ms : 5000) + 3000;
+    return 6 * cf_patience_ms(m) + 3000;
 }
 
 /* Waits for the child, no longer than a test may take; after a breach, only a moment. */
