@@ -76,6 +76,8 @@ int hook_plans_agree(const ra_plan *a, const ra_plan *b) {
     return !memcmp(&a->agreed, &b->agreed, sizeof a->agreed);
 }
 
+uint32_t hook_space(void) { return ra__address_space(); }
+
 int hook_rolls(const ra_plan *plan, int back, int rank) {
     const int rolls = back ? plan->back.rolls : plan->forward.rolls;
     return !rolls ? 0 : rank == 0 || rank == plan->d.ranks - 1 ? 1 : 2;

@@ -39,6 +39,9 @@ int64_t hook_runs_meet(const ra_run *a, const ra_run *b);
 /* 1: ranks with these plans find no difference when they compare them. */
 int hook_plans_agree(const ra_plan *a, const ra_plan *b);
 
+/* The number of the caller's address space. */
+uint32_t hook_space(void);
+
 /* Messages that a rank sends, and as many that it gets, in the roll call of a pass. */
 int hook_rolls(const ra_plan *plan, int back, int rank);
 

@@ -6,6 +6,9 @@
 #include "mail.h"
 #include <sched.h>
 #include <sys/mman.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#endif
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -240,6 +243,44 @@ TEST(shared_in_one_process) {
     rings_pass(&x, RA_PASS_FORWARD);
     rig_check(x.g);
     rings_close(&x);
+}
+
+/* A process with the number 1, as in a container: this program again, which writes the number of
+ * its address space to a pipe. 0: the system does not allow it. */
+static uint32_t space_of_a_container(void) {
+    uint32_t space = 0;
+#ifdef __linux__
+    enum { NEWPID = 0x20000000, NEWUSER = 0x10000000 };
+    char self[4096] = { 0 }, fd[16];
+    int pipes[2], status;
+    pid_t child;
+    if (readlink("/proc/self/exe", self, sizeof self - 1) < 0 || pipe(pipes)) return 0;
+    snprintf(fd, sizeof fd, "%d", pipes[1]);
+    fflush(NULL);
+    child = fork();
+    if (child == 0) {
+        if (syscall(SYS_unshare, NEWPID) && syscall(SYS_unshare, NEWUSER | NEWPID)) _exit(1);
+        if (fork() == 0) execl(self, self, "--space", fd, (char *)NULL);
+        wait(&status);
+        _exit(0);
+    }
+    close(pipes[1]);
+    if (child < 0 || read(pipes[0], &space, sizeof space) != sizeof space) space = 0;
+    close(pipes[0]);
+    if (child > 0) waitpid(child, &status, 0);
+#endif
+    return space;
+}
+
+/* Two containers number their processes alike, and the same program is at the same addresses. */
+TEST(containers_share_no_memory) {
+    const uint32_t one = space_of_a_container(), two = space_of_a_container();
+    if (!one || !two) {
+        h_skip("this system starts no process with a chosen number");
+        return;
+    }
+    CHECK(one != two);
+    CHECK_EQ(hook_space(), hook_space());
 }
 
 /* -------------------------------------------------------------------------- what begin reads */
@@ -950,6 +991,66 @@ static int short_poll(void *ctx, ra_transport_op *const *ops, int n) {
         op->state = short_way == SHORT_ODD ? 7 : short_way == SHORT_DONE ? RA_MSG_DONE : RA_E_TRUNC;
     }
     return code;
+}
+
+/* The rings of two ranks differ in checksums or trust_plans, or one begins a backward pass. Both
+ * name that. */
+TEST(rings_that_differ) {
+    static const char *const text[3] = { "checksums", "trust_plans", "forward or backward" };
+    for (int what = 0; what < 3; what++) {
+        rings x;
+        grads y;
+        ra_failure f;
+        ra_status s[2] = { RA_AGAIN, RA_AGAIN };
+        x.g = rig_new(2, 256, 1);
+        x.g->d.train = 1;
+        rig_plans(x.g);
+        grads_new(&y, x.g);
+        x.all = network_open(x.g, 0, NULL);
+        x.clock = 1;
+        for (int r = 0; r < 2; r++) {
+            ra_ring_desc rd = { 0 };
+            ra_job job = rig_job(x.g, r);
+            rd.checksums = what == 0 && r;
+            rd.trust_plans = what == 1 && r;
+            x.net[r] = mail_transport(x.all, r);
+            rings_create(&x, r, &rd);
+            job.pass = what == 2 && r ? RA_PASS_BACKWARD : RA_PASS_FORWARD;
+            CHECK_EQ(ra_begin(x.ring[r], &job), RA_OK);
+        }
+        for (int i = 0; i < 10000 && (s[0] > 0 || s[1] > 0); i++)
+            for (int r = 0; r < 2; r++) if (s[r] > 0) s[r] = ra_step(x.ring[r], 0);
+        for (int r = 0; r < 2; r++) {
+            CHECK_EQ(s[r], RA_E_MISMATCH);
+            if (!CHECK(ra_ring_failure(x.ring[r], &f) == RA_OK && strstr(f.text, text[what])))
+                printf("    %s\n", f.text);
+        }
+        rings_close(&x);
+        free(y.all);
+    }
+}
+
+/* A rank whose threads were away for longer than the watchdog's time has not waited so long: it
+ * fails after that time of calls without progress, and not with RA_E_TIMEOUT. */
+TEST(absent_callers_do_not_wait) {
+    enum { WATCHDOG = 1000 };
+    ra_ring_desc rd = { 0 };
+    ra_status s = RA_AGAIN;
+    int64_t since;
+    rings x;
+    x.g = rig_new(2, 256, 1);
+    rd.watchdog_ns = WATCHDOG;
+    rings_open(&x, 0, &rd);
+    rings_begin(&x, RA_PASS_FORWARD);
+    for (int i = 0; i < 20; i++) s = ra_step(x.ring[0], 0);    /* rank 1 makes no call */
+    CHECK(s > 0);
+    x.clock += 10 * WATCHDOG;
+    CHECK(ra_step(x.ring[0], 0) > 0);
+    for (since = x.clock; s > 0 && x.clock < since + 10 * WATCHDOG; x.clock += WATCHDOG / 10)
+        s = ra_step(x.ring[0], 0);
+    CHECK_EQ(s, RA_E_PEER);
+    CHECK(x.clock > since + WATCHDOG && x.clock < since + 2 * WATCHDOG);
+    rings_close(&x);
 }
 
 /* Rank 1 has another scale. Rank 0 reports that if it sees the frame, even of a message of another
@@ -1709,9 +1810,15 @@ TEST(ops_are_taken_back_from_the_last) {
 }
 
 int main(int argc, char **argv) {
+    if (argc == 3 && !strcmp(argv[1], "--space")) {
+        const uint32_t space = hook_space();
+        return write(atoi(argv[2]), &space, sizeof space) != sizeof space;
+    }
     static const h_test tests[] = {
         ENTRY(ops_are_taken_back_from_the_last),
         ENTRY(shared_between_processes), ENTRY(shared_in_one_process), ENTRY(begin_reads_no_sinks),
+        ENTRY(containers_share_no_memory), ENTRY(rings_that_differ),
+        ENTRY(absent_callers_do_not_wait),
         ENTRY(failed_exchange_names_what_was_due), ENTRY(deadlines_on_another_clock),
         ENTRY(quiesce_of_the_world_on_another_clock), ENTRY(world_waits_for_no_rank_that_rests),
         ENTRY(world_rests_after_any_pass),

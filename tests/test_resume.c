@@ -13,6 +13,7 @@ enum { RANKS = 6, PASSES = 4, ATTEMPTS = 5, WATCHDOG = 2000000, STUCK = 60000 };
 enum { NOBODY, SOME, EVERYBODY };      /* who can fetch keys again */
 
 static int train;                      /* 1: problems have gradients, and passes are backward */
+static int holders;                    /* 1: zigzag, and few can fetch keys again */
 static int batches;                    /* 1: blocks are folded several at a time, from messages */
 
 typedef struct seat {                  /* a rank */
@@ -127,11 +128,15 @@ static sim *make_world(int ranks, int passes, const net_config *c) {
     w->ranks = w->alive = ranks;
     w->passes = passes;
     w->threads = batches || small_chance(50) ? 1 : small_range(1, 4);
-    w->fetch = small_range(NOBODY, EVERYBODY);
+    w->fetch = small_range(NOBODY, holders ? SOME : EVERYBODY);
     w->sums = small_chance(40);
     for (int i = 0; i < passes; i++) {
         if (batches) make_batches(&w->problem[i], ranks, w->threads);
         else small_make(&w->problem[i], ranks, most, w->threads);
+        while (holders && w->problem[i].d.layout.kind != RA_LAYOUT_ZIGZAG) {
+            small_free(&w->problem[i]);
+            small_make(&w->problem[i], ranks, most, w->threads);
+        }
         if (train) small_train(&w->problem[i], 0);
     }
     describe(w);
@@ -489,7 +494,7 @@ static void one_case(h_rng rng, int lend) {
     int ranks, victim, passes;
     small_seed(rng.state);
     ranks = small_range(2, batches ? 3 : RANKS);
-    passes = batches || small_chance(60) ? 1 : small_range(2, PASSES);
+    passes = batches || small_chance(holders ? 20 : 60) ? 1 : small_range(2, PASSES);
     random_net(&c, ranks);
     c.any_peer = small_chance(50);
     c.reg = small_chance(30) ? 1 : 0;
@@ -532,6 +537,15 @@ static void run_cases(int64_t n, int lend) {
 }
 
 TEST(deaths) { run_cases(h_run.large ? 20000 : 300, 0); }
+
+/* Chunks of which only a piece travels on, and keys that nobody has but a rank that received them,
+ * perhaps one that was a pass ahead. */
+TEST(held) {
+    holders = 1;
+    run_cases(h_run.large ? 10000 : 400, 0);
+    holders = 0;
+}
+
 TEST(lent) { run_cases(h_run.large ? 5000 : 160, 1); }
 
 /* A task that stopped within a batch of lent memory folds its blocks again and counts them once. */
@@ -996,7 +1010,7 @@ TEST(threads) {
 
 int main(int argc, char **argv) {
     static const h_test tests[] = {
-        ENTRY(sources), ENTRY(deaths), ENTRY(lent), ENTRY(lent_batches), ENTRY(epochs),
+        ENTRY(sources), ENTRY(deaths), ENTRY(held), ENTRY(lent), ENTRY(lent_batches), ENTRY(epochs),
         ENTRY(refusals),
         ENTRY(nothing_to_resume), ENTRY(unsafe), ENTRY(backward),
         ENTRY(backward_is_complete), ENTRY(engines_that_failed), ENTRY(threads),
