@@ -186,7 +186,7 @@ conformance: $(CONFORM) ## the contract of transports, on all that are installed
 	@$(if $(OFI),:,echo 'skipped: libfabric (no libfabric-dev)')
 	@sh tests/conformance/mpi.sh openmpi 3 && sh tests/conformance/mpi.sh mpich 3
 
-sim: $(B)/tests/test_sim ## whole worlds in virtual time, with faults; SEEDS=n FROM=seed
+sim: $(B)/tests/test_sim ## whole worlds in virtual time, with faults; SEEDS=n FROM=seed or random
 	@$(B)/tests/test_sim seeds --long $(if $(SEEDS),--count $(SEEDS)) $(if $(FROM),--from $(FROM))
 
 mutants: ## mistakes planted in the engine, and which test finds each

@@ -1,8 +1,8 @@
 /* A rank dies in the middle of a pass, and the others complete theirs. Processes of this machine
- * attend over TCP; one kills itself with SIGKILL after a random number of tiles. The others get
- * RA_E_PEER, connect anew without it and call ra_resume: what they have folded is kept, and the
- * keys of the dead rank are made again from the seed. Then each compares its rows with those of one
- * rank, bit for bit. Exits with 1 if any differ.
+ * attend over TCP; one kills itself with SIGKILL after a random number of tiles, at the latest when
+ * its pass has ended. The others get RA_E_PEER, connect anew without it and call ra_resume: what
+ * they have folded is kept, and the keys of the dead rank are made again from the seed. Then each
+ * compares its rows with those of one rank, bit for bit. Exits with 1 if any differ.
  *
  *   cc -O2 -std=c99 -pthread -I. -o ring_survives examples/ring_survives.c -lm
  *   ./ring_survives [--ranks 4] [--tokens 2048] [--times 1] [--seed 1]
@@ -176,6 +176,7 @@ static int run_rank(int rank, int listen_in, int report_out) {
     t = tensors_of(&s);
     if (ra_ring_create(&ring, state.plan, ra_tcp_transport(first), &rd)) return 1;
     out.first = ra_forward(state.plan, ring, &t, ra_deadline_ms(20000));
+    if (rank == victim) raise(SIGKILL);            /* it had fewer tiles than others */
     begin = ra_now_ns();
     if (times == 1 && rank == (victim == 0)) print_failure(ring);
     memset(state.from, 0, sizeof state.from);

@@ -17,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define TEST(name)  static void test_##name(void)
 #define ENTRY(name) { #name, test_##name }
@@ -231,13 +232,27 @@ static inline h_rng h_case_rng(int64_t i) {
     return r;
 }
 
+/* The number that follows an option; "random" draws one. Anything else ends the program. */
+static inline uint64_t h_number(const char *option, const char *text) {
+    char *end;
+    const uint64_t n = strtoull(text, &end, 0);
+    if (!strcmp(text, "random")) return (uint64_t)time(NULL) * 1000003 % 1000000000000;
+    if (*text && !*end) return n;
+    printf("%s %s: must be a number or random\n0 passed, 1 failed\n", option, text);
+    exit(2);
+}
+
 static inline int h_arguments(int argc, char **argv) {
     int list = 0;
     for (int i = 1; i < argc; i++) {
-        if (!strcmp(argv[i], "--seed") && i + 1 < argc) h_run.seed = strtoull(argv[++i], NULL, 0);
-        else if (!strcmp(argv[i], "--case") && i + 1 < argc) h_run.only_case = atoll(argv[++i]);
-        else if (!strcmp(argv[i], "--from") && i + 1 < argc) h_run.from = atoll(argv[++i]);
-        else if (!strcmp(argv[i], "--count") && i + 1 < argc) h_run.count = atoll(argv[++i]);
+        if (!strcmp(argv[i], "--seed") && i + 1 < argc)
+            h_run.seed = h_number(argv[i], argv[i + 1]), i++;
+        else if (!strcmp(argv[i], "--case") && i + 1 < argc)
+            h_run.only_case = (int64_t)h_number(argv[i], argv[i + 1]), i++;
+        else if (!strcmp(argv[i], "--from") && i + 1 < argc)
+            h_run.from = (int64_t)h_number(argv[i], argv[i + 1]), i++;
+        else if (!strcmp(argv[i], "--count") && i + 1 < argc)
+            h_run.count = (int64_t)h_number(argv[i], argv[i + 1]), i++;
         else if (!strcmp(argv[i], "--long")) h_run.large = 1;
         else if (!strcmp(argv[i], "--other")) h_run.other = 1;
         else if (!strcmp(argv[i], "--list")) list = 1;

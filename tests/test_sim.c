@@ -1550,6 +1550,7 @@ TEST(seeds) {
         workers = (int)sysconf(_SC_NPROCESSORS_ONLN);
     if (workers < 1) workers = 1;
     begin = (int64_t)time(NULL);
+    printf("seeds from %lld\n", (long long)from);
     fflush(NULL);
     for (int i = 1; i < workers; i++) {
         pid_t pid = fork();
