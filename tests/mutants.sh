@@ -63,6 +63,11 @@ try() {
         scores) timeout 90 "$work/numbers" scores_of_any_size --first ;;
         failure) timeout 60 "$work/failure" default_watchdog --first ;;
         ends) timeout 60 "$work/failure" world --first ;;
+        agree) timeout 60 "$work/failure" rings_that_differ --first &&
+            timeout 60 "$work/failure" absent_callers --first &&
+            timeout 60 "$work/failure" containers --first &&
+            timeout 60 "$work/failure" deadlines_on_another_clock --first &&
+            timeout 60 "$work/failure" shared_between_processes --first ;;
         batches) timeout 120 "$work/batches" lent_batches --first ;;
         fields) return 1 ;;            # a line of the list that has not four
         world) timeout 90 "$work/world" bundled --first ;;
@@ -113,7 +118,7 @@ if [ -s "$work/broken" ]; then
 fi
 
 # Arguments for xargs: number, name and tests of each mistake; 0 is the header as it is.
-right="sim resume failure ends rows schedule world cache forward cells silence differences"
+right="sim resume failure agree ends rows schedule world cache forward cells silence differences"
 right="$right caches apart lanes pages faults fp numbers $scores $batches $near"
 left=                                  # names of those left out, each with a space
 [ "$batches" ] || left='batches '

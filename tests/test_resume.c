@@ -596,6 +596,50 @@ TEST(epochs) {
     resumed = 0;
 }
 
+static int (*poll_of_net)(void *ctx, ra_transport_op *const *ops, int n);
+static int bent;
+
+/* Changes one bit of the first report that comes. */
+static int bend_report(void *ctx, ra_transport_op *const *ops, int n) {
+    const int code = poll_of_net(ctx, ops, n);
+    for (int i = 0; i < n && !bent; i++) {
+        const ra_transport_op *op = ops[i];
+        if (op->kind != RA_MSG_RECV || op->channel != 1 || op->state != RA_MSG_DONE ||
+            op->len <= 64)
+            continue;
+        ((uint8_t *)op->buf)[64] ^= 1;
+        bent = 1;
+    }
+    return code;
+}
+
+/* A report that is not what its rank sent is not believed: what ranks choose from unlike reports
+ * would not fit together. */
+TEST(bent_reports) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < 10; i++) {
+        sim *w;
+        if (!h_case(i)) continue;
+        w = after_a_death(h_case_rng(i).state, 3, (int)(i % 3), 30 + 10 * i);
+        next_net(w, 0);
+        bent = 0;
+        poll_of_net = w->net->rank[0].transport.poll;
+        w->net->rank[0].transport.poll = bend_report;
+        begin_all(w, 1, -1);
+        run_world(w, -1, 0);
+        if (bent) SOUND(w, w->seat[w->survivor[0]].end == RA_E_PROTO);
+        found += bent;
+        next_net(w, 0);
+        begin_all(w, 2, -1);
+        run_world(w, -1, 0);
+        SOUND(w, check_ends(w));
+        close_world(w);
+        free_world(w);
+    }
+    if (h_run.only_case < 0) CHECK(found > 0);
+    resumed = 0;
+}
+
 /* Each of these has one thing wrong; `good` is right. */
 static void refuse_each(ra_ring *ring, const ra_resume_desc *good) {
     static const int32_t all[3] = { 0, 1, 2 }, down[3] = { 2, 1, 0 }, wide[3] = { 0, 1, 9 };
@@ -1011,6 +1055,7 @@ TEST(threads) {
 int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(sources), ENTRY(deaths), ENTRY(held), ENTRY(lent), ENTRY(lent_batches), ENTRY(epochs),
+        ENTRY(bent_reports),
         ENTRY(refusals),
         ENTRY(nothing_to_resume), ENTRY(unsafe), ENTRY(backward),
         ENTRY(backward_is_complete), ENTRY(engines_that_failed), ENTRY(threads),

@@ -540,7 +540,8 @@ static inline int cf_poll(cf_rank *r, int ring, cf_op *const *ops, int n, int64_
     if (code == RA_E_TIMEOUT && deadline >= 0)
         return cf_break(r, CF_WAIT_TIMEOUT, "wait returned RA_E_TIMEOUT, which fails the ring");
     if (code != RA_OK)
-        return cf_break(r, cf_error_rule(r), "%s returned %d (%s)", deadline < 0 ? "poll" : "wait", code,
+        return cf_break(r, cf_error_rule(r), "%s returned %d (%s)",
+                        deadline < 0 ? "poll" : "wait", code,
                         ra_status_text(code));
     return 1;
 }

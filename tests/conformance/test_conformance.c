@@ -882,7 +882,8 @@ static int ranks_for(int wrong) {
     return wrong == CH_PEERS || h_run.large ? 3 : 2;
 }
 
-/* The first rule that the suite finds broken; -1: none, or it reports none. times: more patience. */
+/* The first rule that the suite finds broken; -1: none, or it reports none. times: how much more
+ * patience. */
 static int found_in(int wrong, int times) {
     int level = wrong != CF_BOTH_WAYS && wrong != CF_ONE_SIDE && wrong != CF_SENDRECV_DEADLINE &&
                 wrong != CH_TRUNC_AT_0;
