@@ -1043,7 +1043,7 @@ RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char 
  * Rows of survivors get the bits that the pass would have given. Such a ring can only be resumed
  * again, with a higher epoch and only these ranks, or destroyed: later passes need a plan and a
  * ring of the survivors. A pass ends on no rank before all have begun it, so ranks are at most one
- * pass apart, and the plans of the last two passes must exist until then. */
+ * pass apart. The plans of the last two passes must exist until then. */
 typedef struct ra_resume_desc {
     const ra_transport *transport;     /* a new one, of the survivors: rank i is survivors[i]. See
                                         * ra_transport for what it needs. reg is not called. One
