@@ -731,6 +731,8 @@ TEST(killed_while_they_meet) {
             CHECK(told == RA_OK || w.s->text[r][0]);
             heard += told == RA_E_PEER;
             CHECK(w.s->ended_ns[r] - w.s->began_ns[r] < 3000000000);
+            CHECK(told != RA_E_TIMEOUT || w.s->ended_ns[r] - w.s->began_ns[r] > 150000000 ||
+                  w.s->ended_ns[r] - w.s->began_ns[0] > 150000000);
         }
         world_free(&w);
     }
