@@ -29,6 +29,7 @@ static void *mpi_make(void *user, int ranks, int rings) {
         w->copy[i] = MPI_COMM_NULL;
         if (w->level == 0) {
             MPI_Comm_dup(w->comm, &w->copy[i]);
+            MPI_Comm_set_errhandler(w->copy[i], MPI_ERRORS_RETURN);
             w->plain[i] = ra_mpi_level0(&w->copy[i]);
         } else if (ra_mpi_open(&w->mpi[i], w->comm, 0, NULL)) abort();
     }
