@@ -349,7 +349,7 @@ enum { RA_STATUS_LIST(RA__ENUM) RA__STATUS_END = 99 };
 RINGATTN_API const char *ra_status_text(ra_status status);           /* never null */
 RINGATTN_API int32_t     ra_version(void);                           /* RINGATTN_VERSION */
 
-enum { RA_TEXT_BYTES = 640 };          /* every sentence fits, with its final 0 */
+enum { RA_TEXT_BYTES = 704 };          /* every sentence fits, with its final 0 */
 
 typedef struct ra_error {              /* why a call was refused, or how it failed */
     ra_status status;                  /* RA_OK: nothing was refused */
@@ -861,7 +861,7 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
 
 /* ========================================================================== L2: ring
  * A ring runs one pass at a time and serves any number of plans. All ranks must start the same
- * passes in the same order: nothing else matches them. A pass ends only after all have begun it. */
+ * passes in the same order: nothing else matches them. */
 typedef struct ra_ring ra_ring;
 
 enum { RA_EV_TILE = 1, RA_EV_SEND, RA_EV_RECV, RA_EV_WAIT, RA_EV_PASS, RA_EV_FAIL,
@@ -910,13 +910,18 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
     void   *progress_ctx;
     ra_error *error;                   /* of ra_ring_create */
     int32_t trust_plans;               /* AGREED. 0: the first forward and the first backward pass
-                                        * of a plan begin with a frame of 64 bytes to rank + 1 (not
-                                        * in reports and counters; nor are those of roll calls, see
-                                        * L3; a ring remembers 32 plans). Ranks
-                                        * whose plans differ, even about who sends what, then fail
-                                        * with RA_E_MISMATCH. 1: they may wait until a deadline */
+                                        * of a plan begin with a frame of 64 bytes to rank + 1 (a
+                                        * ring remembers 32 plans). Ranks whose plans differ, even
+                                        * about who sends what, then fail with RA_E_MISMATCH. 1:
+                                        * they may wait until a deadline */
     int32_t checksums;                 /* AGREED. 1: messages with data carry a CRC-32C. A wrong one
                                         * is RA_E_PROTO, before anything is folded */
+    int32_t resumable;                 /* AGREED. 1: no rank ends a pass before all have begun it,
+                                        * so that ra_resume always can. Passes in which some rank
+                                        * gets no keys from or through some other then have a roll
+                                        * call (see L3): with a window, or causal and not ZIGZAG. It
+                                        * takes up to ranks - 1 messages, one after another. Reports
+                                        * and counters leave out its frames, and those above */
 } ra_ring_desc;
 
 /* Binds a transport (null: a ring of one) and memory. Sends nothing, so ranks need not call it at
@@ -1042,8 +1047,7 @@ RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char 
  * Each missing chunk comes from its owner, from a rank that still holds it, or from your refetch.
  * Rows of survivors get the bits that the pass would have given. Such a ring can only be resumed
  * again, with a higher epoch and only these ranks, or destroyed: later passes need a plan and a
- * ring of the survivors. A pass ends on no rank before all have begun it, so ranks are at most one
- * pass apart. The plans of the last two passes must exist until then. */
+ * ring of the survivors. The plans of the last two passes must exist until then. */
 typedef struct ra_resume_desc {
     const ra_transport *transport;     /* a new one, of the survivors: rank i is survivors[i]. See
                                         * ra_transport for what it needs. reg is not called. One
@@ -1077,8 +1081,9 @@ typedef struct ra_resumed {
  * deadline, and dereg is called. Allocates as much as a ring.
  *
  * Failures on all ranks, before a chunk moves: RA_E_PEER if no survivor and no refetch has a
- * missing chunk (ra_failure.chunk of rank .peer); RA_E_UNSUPPORTED after a backward pass or a
- * failed engine: begin the pass anew. After these and any later failure ra_resume may be called
+ * missing chunk (ra_failure.chunk of rank .peer); RA_E_UNSUPPORTED after a backward pass, a failed
+ * engine or, without ra_ring_desc.resumable, with a rank that is more than one pass ahead: begin
+ * the pass anew. After these and any later failure ra_resume may be called
  * again. Failures name ranks of the plan. RA_E_UNSAFE: the old transport may still write; see
  * ra_ring_error. */
 RINGATTN_API ra_status ra_resume(ra_ring *ring, const ra_resume_desc *rd, int64_t deadline_ns);
@@ -1233,11 +1238,11 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  *
  * Without trust_plans the first forward and the first backward pass of a plan begin with a frame of
  * 64 bytes from each rank to rank + 1, on channel 0. A rank posts nothing else before its own is
- * sent and the other is received. If some rank gets no chunk from or through some other, a pass has
- * a roll call, so that no rank ends it before all have begun it: after the chunks for or from the
- * same peer, ranks r and r + 1 (below `ranks`) send each other such a frame on channel 0. A forward
- * message is a frame and the chunk: for each of its pieces (zigzag chunks have two) positions if
- * the layout is ARRAY, K rows, V rows, each part on a multiple of 64. The piece that travels
+ * sent and the other is received. With `resumable`, if some rank gets no chunk from or through some
+ * other, a pass has a roll call. After the chunks for or from the same peer, ranks r and r + 1
+ * (below `ranks`) send each other such a frame on channel 0. A forward message is a frame and the
+ * chunk: for each of its pieces (zigzag chunks have two) positions if the layout is ARRAY, K rows,
+ * V rows, each part on a multiple of 64. The piece that travels
  * farther comes first, and the other is left out where no rank needs it any more. In a backward
  * pass the f32 sums of gradients are between frame and chunk; on their return they come without the
  * chunk.
@@ -14305,7 +14310,7 @@ typedef struct ra__pass_lists {
     ra__returned *returned;            /* backward: those of them that leave and return */
     int64_t folds, recvs, sends, exchanges, owns, returns;
     int32_t backward, direction;       /* +1: chunks go to rank + 1 */
-    int32_t rolls;                     /* 1: the pass has a roll call, see RA__ROLL_IN */
+    int32_t rolls;                     /* 1: if it is to be resumable, a pass has a roll call */
     int64_t chunk_bytes;               /* longest message between neighbours */
     int64_t return_bytes;              /* backward: longest message to an owner */
     const ra__chunk *chunk;            /* all chunks of the pass */
@@ -17896,7 +17901,7 @@ static void ra__failure_hint(const ra_ring *r, const ra_failure *f, ra__text *x)
     static const char *const name[RA__AGREE_TOPICS + 1] = {
         "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
         "forward or backward, gradients, dropout or seed",
-        "chunk_tokens, buffers, order, rates, trust_plans or checksums",
+        "chunk_tokens, buffers, order, rates, trust_plans, checksums or resumable",
         "the address space, although the transport declares RA_CAP_SHARED" };
     const char *comma = ": ";
     for (int i = 0; i <= RA__AGREE_TOPICS && f->status == RA_E_MISMATCH; i++) {
@@ -18043,7 +18048,8 @@ static void ra__ring_agree(ra_ring *r) {
     if (r->agreed_known) return;
     r->agreed = ra__agree_call(r->plan, &r->t);
     r->agreed.topic[RA__AGREE_MESSAGES] =
-        ra__hash_i64(r->agreed.topic[RA__AGREE_MESSAGES], r->rd.trust_plans | r->rd.checksums << 1);
+        ra__hash_i64(r->agreed.topic[RA__AGREE_MESSAGES],
+                     r->rd.trust_plans | r->rd.checksums << 1 | r->rd.resumable << 2);
     r->agreed.topic[RA__AGREE_TRAINING] =
         ra__hash_i64(r->agreed.topic[RA__AGREE_TRAINING], r->lists->backward);
     r->space = r->shared ? ra__address_space() : 0;
@@ -18470,10 +18476,15 @@ static int64_t ra__ring_ops(const ra_ring *r) {
     return (int64_t)r->tp.max_ops - 2 * peers;
 }
 
+/* 1: the pass has a roll call. */
+RA__INLINE int ra__ring_rolls(const ra_ring *r) {
+    return r->rd.resumable && r->lists->rolls;
+}
+
 /* 1: two ops are kept free for the roll call that comes against the direction of travel, so that it
  * need not wait for the last chunks. */
 static int ra__roll_early(const ra_ring *r) {
-    return r->lists->rolls && r->tp.post && ra__ring_ops(r) >= 6;
+    return ra__ring_rolls(r) && r->tp.post && ra__ring_ops(r) >= 6;
 }
 
 /* How many ops of a queue of chunks may be pending. Backward a quarter is for returned
@@ -19591,6 +19602,7 @@ static ra_status ra__ring_desc_check(const ra_ring_desc *rd) {
     ra__number(&x, "ring.quiesce_ns", rd->quiesce_ns, 0, INT64_MAX);
     ra__number(&x, "ring.trust_plans", rd->trust_plans, 0, 1);
     ra__number(&x, "ring.checksums", rd->checksums, 0, 1);
+    ra__number(&x, "ring.resumable", rd->resumable, 0, 1);
     ra__refuse_if(&x, (uintptr_t)rd->workspace % 64 != 0, RA_E_ALIGN, "ring.workspace",
                   "must be aligned to # bytes", 64);
     return x.status ? x.status : ra__check_allocator(&rd->allocator, "ring.allocator", rd->error);
@@ -19777,7 +19789,7 @@ static void ra__begin_work(ra_ring *r, const ra_plan *p) {
 
 /* Sets the counters and queues of a new pass. */
 static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
-    const int rolls = r->lists->rolls, ends = r->rank == 0 || r->rank == r->ranks - 1;
+    const int rolls = ra__ring_rolls(r), ends = r->rank == 0 || r->rank == r->ranks - 1;
     const int first = ends && (r->rank == 0) == (r->lists->direction > 0), last = ends && !first;
     const int64_t total[RA__QUEUES] = { r->greets, r->greets,
                                        r->lists->recvs, r->lists->sends, r->lists->returns,
@@ -20499,7 +20511,7 @@ static void ra__resume_check_peer(ra_ring *r, int32_t i, uint64_t hash) {
     const char *why = NULL;
     if (!ahead && (f->chunk & RA__RANK_BACKWARD)) why = "has a backward pass: begin it anew";
     else if (!ahead && (f->chunk & RA__RANK_ENGINE)) why = "has an engine that failed";
-    else if (ahead > 1 || !its) why = "has had more than one forward pass since";
+    else if (ahead > 1 || !its) why = "has had more than one pass since: see resumable";
     if (why) ra__resume_set_verdict(r, RA_E_UNSUPPORTED, rank, -1, why);
     else if (its != hash)
         ra__resume_set_verdict(r, RA_E_MISMATCH, rank, -1, "has another pass of that number");

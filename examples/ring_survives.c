@@ -170,6 +170,7 @@ static int run_rank(int rank, int listen_in, int report_out) {
     first = connect_all(alive, ranks, rank, 0);
     state.rank = rank;
     state.plan = plan_of(rank, ranks);
+    rd.resumable = 1;
     rd.trace = on_event;
     rd.trace_ctx = &state;
     s = shard_of(state.plan, rank);

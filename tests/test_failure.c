@@ -993,11 +993,13 @@ static int short_poll(void *ctx, ra_transport_op *const *ops, int n) {
     return code;
 }
 
-/* The rings of two ranks differ in checksums or trust_plans, or one begins a backward pass. Both
+/* The rings of two ranks differ in checksums trust_plans or resumable, or one begins a backward
+ * pass. Both
  * name that. */
 TEST(rings_that_differ) {
-    static const char *const text[3] = { "checksums", "trust_plans", "forward or backward" };
-    for (int what = 0; what < 3; what++) {
+    static const char *const text[4] = { "checksums", "trust_plans", "forward or backward",
+                                         "resumable" };
+    for (int what = 0; what < 4; what++) {
         rings x;
         grads y;
         ra_failure f;
@@ -1013,6 +1015,7 @@ TEST(rings_that_differ) {
             ra_job job = rig_job(x.g, r);
             rd.checksums = what == 0 && r;
             rd.trust_plans = what == 1 && r;
+            rd.resumable = what == 3 && r;
             x.net[r] = mail_transport(x.all, r);
             rings_create(&x, r, &rd);
             job.pass = what == 2 && r ? RA_PASS_BACKWARD : RA_PASS_FORWARD;

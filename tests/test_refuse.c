@@ -796,6 +796,7 @@ static const row ring_rows[] = {
     { 0, R(quiesce_ns), I64, -6, RA_E_RANGE, "-6 is negative" },
     { 0, R(trust_plans), I32, 2, RA_E_RANGE, "2 is not in 0..1" },
     { 0, R(checksums), I32, -1, RA_E_RANGE, "-1 is not in 0..1" },
+    { 0, R(resumable), I32, 2, RA_E_RANGE, "2 is not in 0..1" },
     { 0, R(workspace_bytes), I64, 64, RA_E_WORKSPACE, "64 is less than the" },
 };
 

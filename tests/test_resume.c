@@ -88,6 +88,7 @@ static void make_ring(sim *w, int r) {
     rd.allocator = small_heap_allocator(&s->heap);
     rd.watchdog_ns = WATCHDOG;
     rd.checksums = w->sums;
+    rd.resumable = 1;
     rd.clock_ns = world_clock;
     rd.clock_ctx = w;
     rd.error = &error;

@@ -37,7 +37,7 @@ typedef struct world {
     int64_t stalled_until;
     int patient;                       /* 1: no watchdog, because nothing is wrong */
     int few_ops;                       /* 1: a refusal because of max_ops is fine */
-    int checksums;                     /* of all rings */
+    int checksums, resumable;          /* of all rings */
     int64_t deadline;                  /* of every pass, 0: none */
     int64_t idle;                      /* steps since something was done */
     int first_failed;                  /* rank, -1: none */
@@ -137,6 +137,7 @@ static int make_ring(world *w, int r) {
     if (w->passes > 1 && w->net->c.align > 64) rd.workspace_bytes += 64 * w->net->c.align;
     rd.allocator = small_heap_allocator(&s->heap);
     rd.checksums = w->checksums;
+    rd.resumable = w->resumable;
     rd.watchdog_ns = w->patient ? (int64_t)1 << 50 : WATCHDOG;
     rd.clock_ns = world_clock;
     rd.clock_ctx = w;
@@ -187,6 +188,7 @@ static world *make_world(int ranks, int passes, int most, const net_config *c) {
     w->threads = small_chance(50) ? 1 : small_range(1, 5);
     w->join = small_chance(40);
     w->checksums = small_chance(40);
+    w->resumable = small_chance(50);
     w->silent = w->stalled = w->first_failed = -1;
     w->net->log = sim_log;
     for (int i = 0; i < passes; i++) {
@@ -319,8 +321,8 @@ static int64_t hellos(const world *w, int r) {
         for (int k = 0; k < i; k++)
             met |= hook_plans_agree(w->plan[k][0], w->plan[i][0]);
         if (!met) n += 1 + w->problem[i].d.train;
-        n += hook_rolls(w->plan[i][0], 0, r);
-        if (w->problem[i].d.train) n += hook_rolls(w->plan[i][0], 1, r);
+        if (w->resumable) n += hook_rolls(w->plan[i][0], 0, r);
+        if (w->resumable && w->problem[i].d.train) n += hook_rolls(w->plan[i][0], 1, r);
     }
     return n;
 }
@@ -351,8 +353,8 @@ static int bits_of_grads(const world *w, int pass) {
     return ra_plan_query(w->plan[pass][0], 0, &p) == RA_OK && p.backward.bits_any_ranks;
 }
 
-/* A pass that ended well is right, all ranks have begun it, and the library does not use its
- * tensors any more. */
+/* A pass that ended well is right, if it is resumable all ranks have begun it, and the library does
+ * not use its tensors any more. */
 static void end_pass(world *w, int r) {
     seat *s = &w->seat[r];
     const rank_part *whole = w->whole[s->pass].s ? &w->whole[s->pass] : NULL;
@@ -363,7 +365,7 @@ static void end_pass(world *w, int r) {
     if (s->back && whole && whole->s->train && bits_of_grads(w, s->pass))
         SOUND(w, same_grads(&s->part, whole, 0) && same_grads(&s->part, whole, 1));
     check_counters(w, r);
-    for (int i = 0; i < w->ranks; i++) {
+    for (int i = 0; i < w->ranks && w->resumable; i++) {
         ra_ring_counters c;
         ra_ring_query(w->seat[i].ring, &c);
         SOUND(w, c.pass > s->ran);
