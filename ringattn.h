@@ -1103,22 +1103,22 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
  * batch_stride of 0 of K and V is ra_cache_rows rows. With pages a table covers these rows;
  * page_tokens may differ by rank. Entries of rows not stored yet are not read; those of pages that
  * no row of the call sees may be -1 or repeat others (a ring buffer). No new token may be where the
- * call sees another one, of any sequence. If up to 16 Hkv / Hq consecutive sequences have a new
- * token each, and queries travel, a prefix in the same pages is read once, by 1024 rows of a lane.
+ * call sees another one, of any sequence. Up to 16 Hkv / Hq consecutive sequences may have a new
+ * token each and begin in the same pages. If queries travel, those are read once, by 1024 rows of a
+ * lane.
  *
- * Either every rank attends all queries to its own keys, or it gets the keys of others (or reads
- * them, with RA_CAP_SHARED), whichever costs less. Partial results of lanes merge in a fixed tree:
- * if `lanes` is set, bits depend neither on threads nor on what travels, the transport or ranks. If
- * not, 64 or more new tokens of a sequence are summed as on one rank, where memory is shared (and
- * unless RA_INFER_PASS_Q, RA_INFER_MERGE or RA_FORM_SAME are set). */
+ * Either every rank attends all queries to its own keys, or it gets the keys of others, whichever
+ * costs less. Partial results of lanes merge in a fixed tree: bits depend on the number of lanes,
+ * but not on ranks, threads, the transport or what travels. Ranks are for several machines. In one
+ * process, where they work too, one rank with as many threads is faster. */
 typedef struct ra_cache ra_cache;
 /* OWN: a rank passes the queries of the new tokens whose positions it holds, and gets their
  * outputs. ALL: every rank passes the queries of all new tokens and gets all outputs. */
 enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
 /* What travels. PASS_Q: queries to all ranks (ALL: none), partial results to the ranks of their
  * rows. MERGE: the same, but a rank merges some heads of all rows and sends the sums on. PASS_KV:
- * keys and values to the ranks of the queries, only with OWN; with RA_CAP_SHARED nothing travels,
- * and ALL is possible too. AUTO: by time (d->rates if set) and memory. */
+ * keys and values to the ranks of the queries, only with OWN. AUTO: by time (d->rates if set) and
+ * memory. */
 enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV, RA_INFER_MERGE };
 typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the first four */
     int64_t new_tokens;                /* most new tokens of a call; 0: sequences * tokens */
@@ -1130,7 +1130,7 @@ typedef struct ra_cache_desc {         /* {0} or null: all defaults. AGREED: the
     size_t  workspace_bytes;           /* see ra_cache_workspace */
     ra_allocator allocator;
     int64_t watchdog_ns;               /* RA_E_PEER after this long without progress; 0: 60 s */
-    int64_t quiesce_ns;                /* as in ra_ring_desc; with RA_CAP_SHARED also of ra_infer */
+    int64_t quiesce_ns;                /* of ra_cache_destroy, after a failure; 0: 30 s */
     int32_t checksums;                 /* AGREED. As in ra_ring_desc */
 } ra_cache_desc;
 
@@ -1164,13 +1164,13 @@ RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, in
  * for each new token (OWN: if ra_cache_owner(c, position) == rank), by ascending position. With a
  * batch_stride of 0, rows is that of the sequence with the most, so it changes from call to call,
  * and sequences without new tokens take as much room. Without rows here they may be null. cached
- * and fresh are AGREED, and copied. Runs on the calling thread until this rank is done. With
- * RA_CAP_SHARED other ranks use its tensors until then. Statuses as of ra_forward. */
+ * and fresh are AGREED, and copied. Runs on the calling thread until this rank is done. Statuses as
+ * of ra_forward. */
 RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                 const int64_t *fresh, int64_t deadline_ns);
 /* The same on your threads: begin on one of them, then step on any until RA_OK or an error. A step
  * is bounded, and threads come and go, as with ra_step. After RA_WAIT yield or do other work. To
- * leave early, cancel. After a failure with RA_CAP_SHARED keep tensors until ra_cache_destroy. */
+ * leave early, cancel. */
 RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                       const int64_t *fresh, int64_t deadline_ns);
 RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith);
@@ -9941,15 +9941,6 @@ static ra__view ra__view_sums(const float *data, int64_t rows, int32_t heads, in
     return v;
 }
 
-/* For calls of one KV head whose keys are in several places. `rows` copies the n rows from position
- * pos on: K to `to`, V 64 rows after it, both without gaps. If `ahead` is not null it copies
- * nothing, and adds the rows to that list as far as there is room. */
-typedef struct ra__gather {
-    void (*rows)(const void *of, int64_t pos, int64_t n, uint8_t *to, ra__prefetch_list *ahead);
-    const void *of;
-    uint8_t *room;                     /* for RA__BATCH blocks */
-} ra__gather;
-
 /* What all tasks of a call share. */
 typedef struct ra__work {
     const ra_desc *d;                  /* resolved */
@@ -9967,8 +9958,6 @@ typedef struct ra__work {
     int32_t queries_kept;              /* 1: the panels of the only task already hold its queries */
     float *merge_room;                 /* memory for the rows of a panel, which are then merged into
                                         * o and lse, f32; null: they are written */
-    const ra__gather *gather;          /* how blocks of keys are copied; null: they are read in
-                                        * place */
     uintptr_t next[2];                 /* decoding: rows of K and V that are read after the call, at
                                         * the same strides, to be prefetched; 0: none */
 } ra__work;
@@ -11593,16 +11582,6 @@ static void ra__keys_gather(const ra_desc *d, const ra__item *item, const ra__se
     keys->v_stride = v;
 }
 
-/* Copies a block of keys, from position pos on, to `to` by w->gather, and points `keys` there. */
-static void ra__keys_copy(const ra__work *w, int64_t pos, uint8_t *to, ra__keys *keys) {
-    const int64_t k = ra__row_bytes(w->d->k_dtype, w->d->k_dim);
-    w->gather->rows(w->gather->of, pos, keys->n, to, NULL);
-    keys->k = to;
-    keys->k_stride = k;
-    keys->v = to + RA_BLOCK_TOKENS * k;
-    keys->v_stride = ra__row_bytes(w->d->v_dtype, w->d->v_dim);
-}
-
 /* Folds the waiting blocks into the panels of the task. */
 static void ra__task_flush(const ra__work *w, const ra__task *t, ra__scratch *x) {
     const int32_t end = t->first + t->count;
@@ -11704,10 +11683,6 @@ static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item 
         s.row += s.rows * h / t->heads;
         s.rows = s.rows * (h + 1) / t->heads - s.rows * h / t->heads;
         n++;
-        if (w->gather) {
-            w->gather->rows(w->gather->of, s.pos, s.rows, NULL, a);
-            continue;
-        }
         ra__keys keys = ra__block_keys(item, which, &s, t->kv_head - h, NULL);
         ra__prefetch_add(a, keys.k, keys.k_stride, keys.n, k_bytes);
         ra__prefetch_add(a, keys.v, keys.v_stride, keys.n, v_bytes);
@@ -11746,8 +11721,6 @@ static void ra__task_block(const ra__work *w, const ra__task *t, const ra__item 
     if (item->paged.table)
         ra__keys_gather(w->d, item, &s, t->kv_head, x->gathered + at * ra__gathered_bytes(w->d),
                         &x->keys[at]);
-    if (w->gather)
-        ra__keys_copy(w, s.pos, w->gather->room + at * ra__block_bytes(w->d), &x->keys[at]);
     w->kernel->prepare(&x->keys[at], w->d, &store, partial);
     if (++x->waiting < x->size.batch) return;
     ra__task_ahead(w, t, item, i + 1, x);
@@ -21185,16 +21158,8 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  * A call consists of stages and swaps, in a fixed order. A stage attends query rows to the keys of
  * one rank; the last stage merges partial results and writes rows. A swap is one message sent and
  * one received. Stages wait for swaps, and swaps for stages. Threads share the portions of the open
- * stage. A step does a bounded part of a portion, and the next step of any thread continues it.
- *
- * Pools. If one rank has all keys, or can read them all because memory is shared (RA_CAP_SHARED,
- * RA_INFER_PASS_KV), a call is a pool: it has one stage, in which the rows of a portion are
- * attended to all lanes. The rank that computes a portion also writes its outputs, in the memory of
- * the ranks that want the rows: with RA_QUERIES_ALL of all ranks. In a pool of several ranks each
- * first sends the others the address of its cache (RA__FRAME_POOL). They claim portions from a
- * counter of rank 0. A rank that holds no portion any more sends RA__FRAME_POOL_END. A call ends
- * when this has come from all ranks, so until then the counts and tensors of all ranks stay as they
- * are. After a failure quiesce reports when no rank reads them any more.
+ * stage. A step does a bounded part of a portion, and the next step of any thread continues it. One
+ * rank has one stage, whose portions also write their rows.
  *
  * Order of sums. The keys of a lane are summed in ascending order. The form of prefill sums them
  * block by block in one online softmax. The form of decoding sums each leaf of RA__LEAF keys in one
@@ -21203,25 +21168,13 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  * and the rank sends one partial result for each. None of this depends on ranks, threads, other
  * rows, or what travels.
  *
- * By position. If memory is shared, the number of lanes is not set, and the form is AUTO, the
- * keys of a sequence with 64 new tokens or more are summed in the order of their positions, in the
- * form of prefill, as on one rank with one lane. Such a call is a pool. Each block of 64 keys is
- * copied together out of the memory of the ranks that hold it.
- * PERF: by lanes a row has a sum per lane, and each is begun, ended and merged. All ranks on one
- * thread of a Zen 5, chunks of 256 tokens of a prompt of 2048, 32/8 heads, D 128, bf16, speed
- * relative to one rank: 4 ranks 0.87 -> 0.97, 2 ranks 0.95 -> 0.97.
- *
  * Merging. In one exchange (RA_INFER_PASS_Q) a rank gets the partial results of its rows from all
  * others and merges them. In two (RA_INFER_MERGE) it first gets those of its share, an equal part
  * of the head rows of all rows, and merges them; then it sends the sums to the ranks that
  * want the rows. With P ranks and b bytes of partial results of the rows that a rank wants of all
  * those of a call, B, the rank receives (P - 1) b in one exchange, (P - 1) (B + b) / P in two. If
  * all want all rows, which is so with RA_QUERIES_ALL, that is less from 3 ranks on, for one message
- * more per peer. Or MERGE is a tree: in step i ranks whose numbers differ in bit i exchange all
- * sums that they have and add them. It has log2 P messages, but moves log2 P times b, one after the
- * other. It needs a power of two of ranks with as many lanes each, RA_QUERIES_ALL, and rates by
- * which it is the fastest, or 64 ranks. A message costs RA__MESSAGE_S and its bytes, and messages
- * at once share a latency. A ring needs P - 1 latencies. bench/README.md has the figures.
+ * more per peer. bench/README.md has the figures.
  *
  * Joint sequences. Consecutive sequences with one new token each, whose tables begin with the same
  * pages, are one portion with a row of each. A whole leaf that they all have in the same pages is
@@ -21233,8 +21186,7 @@ enum { RA__LEAF = 1024, RA__SPAN = 4, RA__WRITE_ROWS = 16 };
 enum { RA__SHARE_WORK = 1 << 18 };     /* least multiply-adds of a portion in the decoding form */
 enum { RA__MOST_LANES = 1024, RA__TREE_DEPTH = 11 };        /* of the tree: log2 of lanes, plus 1 */
 enum { RA__FRAME_Q = 4, RA__FRAME_KV = 5, RA__FRAME_PARTIAL = 6 };
-enum { RA__FRAME_POOL = 8, RA__FRAME_POOL_END = 9, RA__FRAME_SUMS = 10, RA__FRAME_KINDS = 16 };
-enum { RA__NOTE_BYTES = RA__FRAME_BYTES + 64 };        /* a frame and the address of a cache */
+enum { RA__FRAME_SUMS = 10, RA__FRAME_KINDS = 16 };
 enum { RA__SWAP_IDLE, RA__SWAP_POSTED, RA__SWAP_DONE };
 #define RA__CLAIM_PORTIONS (((int64_t)1 << 40) - 1)
 #define RA__CLAIM_TURNS ((int64_t)0x3fffff)
@@ -21262,7 +21214,7 @@ typedef struct ra__query_rows {
     const int32_t *pos;                /* [rows] */
 } ra__query_rows;
 
-/* The keys of a stage: lanes [first, last), which are those of `rank`, or in a pool all. */
+/* The keys of a stage: lanes [first, last), which are those of `rank`. */
 typedef struct ra__key_rows {
     int32_t rank, first, last;
     ra__view k, v;
@@ -21303,18 +21255,14 @@ typedef struct ra__cache_portion {
     int32_t lane_begun;                /* 1: a lane in the form of prefill has begun */
     int32_t merges;                    /* 1: its sums are merged into the place before its own */
     uint32_t filled;                   /* bit i: place i of the path holds sums (ra__lane_path) */
-    int32_t gathered;                  /* 1: the queries are at the desk, in a pool of ranks */
     int32_t kept;                      /* 1: the queries are in panels, also for later lanes */
 } ra__cache_portion;
 
 /* A desk: memory for one thread, and the portion that is computed there. A step may leave a portion
  * unfinished, and a later step of any thread continues it. */
 typedef struct ra__cache_desk {
-    float *partial[RA__TREE_DEPTH + 3]; /* partial results; the last: of a portion of a pool */
+    float *partial[RA__TREE_DEPTH + 3]; /* partial results; the last: of a portion of one rank */
     uint8_t *workspace;
-    uint8_t *queries;                  /* of a portion of a pool of several ranks, packed */
-    const struct ra_cache *of;         /* of its portion */
-    ra__gather gather;                 /* of a portion by position */
     int32_t busy, open, idle;          /* atomic. 1: a thread is at the desk; 1: it has a portion;
                                         * how often it was seen since a thread left it */
     ra__cache_portion x;
@@ -21332,15 +21280,12 @@ struct ra_cache {
     uint8_t *base;                     /* workspace; this struct is at its start */
     int64_t bytes;
     int32_t has_transport, rank, ranks, lanes, unsafe;
-    int32_t shared;                    /* 1: RA_CAP_SHARED, several ranks */
-    uint32_t space;                    /* shared: address space */
     int32_t group;                     /* Hq / Hkv */
     int32_t decode_tokens;             /* most rows of a portion in the form of decoding. Without
                                         * RA_FORM_SAME more new tokens take that of prefill. 0: any
                                         * number does */
     int64_t lane_rows, write_rows;     /* rows of a lane; rows that a portion writes */
     int64_t tile_rows, portion_rows;   /* most rows of a prefill portion; the most in this call */
-    int64_t ordered_rows;              /* most rows of a portion by position; 0: there are none */
     int32_t *lane_first;               /* [ranks + 1] */
     int32_t *lane_owner;               /* [lanes] */
     int32_t *tree_first;               /* [ranks + 1] first subtree of a rank */
@@ -21382,15 +21327,10 @@ struct ra_cache {
     int64_t merge_rows;                /* most rows of a call of MERGE; 0: no call is one */
     uint8_t *sums;                     /* MERGE: frame, then the sums of this rank's share */
     uint8_t **sums_send, **sums_recv;  /* [ranks] messages of sums */
-    uint8_t *notes;                    /* shared: messages of a pool, see ra__pool_note */
-    int64_t note_bytes;
     float *slot_data;                  /* [slots][slot_floats] */
     ra__swap *swap;                    /* [swaps] */
     ra_transport_op **list;
     int32_t travel, swaps, stages;     /* RA_INFER_*; how many the call has */
-    int32_t steps;                     /* MERGE: of a tree; 0: in two exchanges */
-    int32_t pooled;                    /* 1: the call is a pool */
-    struct ra_cache **peer;            /* [ranks] of a pool; this one among them */
 
     ra__query_rows queries;            /* of the open stage */
     ra__key_rows keys;
@@ -21398,8 +21338,6 @@ struct ra_cache {
     int64_t portions, opened;          /* of the open stage; stages opened so far */
     int64_t claim;                     /* atomic: `opened` and the number of unclaimed portions: one
                                         * word, so that no portion of an earlier stage is claimed */
-    int64_t pools;                     /* pools of several ranks so far */
-    int64_t pool;                      /* rank 0, atomic: as claim, with `pools`, for all ranks */
     int32_t holding;                   /* atomic: threads that claim, and unfinished portions */
     int64_t packed_call;               /* the call whose messages are packed */
     int32_t open, stage;               /* atomic. 1: a stage is open, 2: its portions are claimed;
@@ -21655,36 +21593,17 @@ static int64_t ra__keys_most(const ra_cache *c) {
                                                        8 * ra__partial_floats(&c->d)));
 }
 
-/* The most rows of a portion in the form of prefill. */
-static int64_t ra__most_tile_rows(const ra_cache *c) {
-    return ra__max(c->tile_rows, c->ordered_rows);
-}
-
-/* Workspace of a call on keys of a lane. Another rank may hold them in pages. */
-static int64_t ra__walk_bytes(const ra_cache *c, const ra_desc *d) {
-    ra_desc any = *d;
-    if (c->ranks > 1 && !any.page_tokens) any.page_tokens = RA__LANE_BLOCK;
-    return (int64_t)ra_attention_bytes(&any, 1);
-}
-
 static void ra__cache_carve_desks(ra__arena *a, ra_cache *c) {
-    const int64_t row = c->group * (int64_t)(c->d.v_dim + 1), most = ra__most_tile_rows(c);
+    const int64_t row = c->group * (int64_t)(c->d.v_dim + 1);
     const int64_t few = ra__max(1, c->decode_tokens) * ra__partial_floats(&c->d);
-    const int64_t queries = ra__max(most, c->decode_tokens * c->d.kv_heads) * c->group *
-                            ra__row_bytes(c->d.q_dtype, c->d.k_dim);
-    const int64_t bytes = ra__max(ra__walk_bytes(c, &c->tile), ra__walk_bytes(c, &c->decode));
+    const int64_t bytes = ra__max((int64_t)ra_attention_bytes(&c->tile, 1),
+                                  (int64_t)ra_attention_bytes(&c->decode, 1));
     for (int32_t i = 0; i < c->d.threads; i++) {
         ra__cache_desk x;
         memset(&x, 0, sizeof x);
-        for (int32_t j = 0; j < RA__TREE_DEPTH + 3; j++) {
-            const int64_t rows = j < RA__TREE_DEPTH + 2 ? c->tile_rows : most;
-            x.partial[j] = (float *)ra__carve(a, 4 * ra__max(rows * row, few));
-        }
+        for (int32_t j = 0; j < RA__TREE_DEPTH + 3; j++)
+            x.partial[j] = (float *)ra__carve(a, 4 * ra__max(c->tile_rows * row, few));
         x.workspace = (uint8_t *)ra__carve(a, bytes);
-        if (c->ranks > 1 && c->cd.queries == RA_QUERIES_OWN)
-            x.queries = (uint8_t *)ra__carve(a, queries);
-        if (c->ordered_rows)
-            x.gather.room = (uint8_t *)ra__carve(a, RA__BATCH * ra__block_bytes(&c->d));
         if (a->base) c->desk[i] = x;
     }
 }
@@ -21736,14 +21655,10 @@ static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
                                           align);
     }
     if (moves) c->q_in = ra__carve_aligned(a, rows * q + slack, align);
-    if (c->ranks > 1 && keys) {
-        c->note_bytes = ra__round_up(RA__NOTE_BYTES, align);
-        c->notes = ra__carve_aligned(a, c->note_bytes * 2 * ((int64_t)c->ranks + 1), align);
-    }
     if (!moves) return;
     c->q_send = ra__carve_aligned(a, RA__FRAME_BYTES + own * q, align);
     c->q_all = (uint8_t *)ra__carve(a, c->most_rows * q);
-    if (c->shared || !keys) return;
+    if (!keys) return;
     c->most_keys = ra__keys_most(c);
     c->key_row = (int64_t *)ra__carve(a, c->d.sequences * ra__most_rank_lanes(c) * 8);
     c->kv_send = ra__carve_aligned(a, RA__FRAME_BYTES + 64 + c->most_keys, align);
@@ -21784,7 +21699,6 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
     c->rank_at = (int64_t *)ra__carve(a, ((int64_t)c->ranks + 1) * 8);
     if (c->cd.queries == RA_QUERIES_OWN)
         c->rank_row = (int32_t *)ra__carve(a, c->most_rows * 4);
-    c->peer = (ra_cache **)ra__carve(a, c->ranks * (int64_t)sizeof(ra_cache *));
     c->joint = (int32_t *)ra__carve(a, b * 4);
     c->joint_end = (int64_t *)ra__carve(a, b * 8);
     c->slot = (int64_t *)ra__carve(a, b * 8);
@@ -21897,9 +21811,6 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->lane_rows = ra__ceil_div(c->d.kv_tokens, RA__LANE_BLOCK * (int64_t)c->lanes);
     c->lane_rows *= RA__LANE_BLOCK;
     c->tile_rows = ra__tile_rows(c, c->lanes > 1 ? RA__PANELS / 2 : RA__PANELS);
-    if (c->ranks > 1 && !c->cd.lanes && c->d.form == RA_FORM_AUTO &&
-        (c->cd.travel == RA_INFER_AUTO || c->cd.travel == RA_INFER_PASS_KV))
-        c->ordered_rows = ra__tile_rows(c, RA__PANELS);
     c->most_rows = c->cd.new_tokens ? c->cd.new_tokens : ra__mul_sat(c->d.sequences, c->d.tokens);
     if (c->most_rows > (int64_t)1 << 31)
         return ra__refuse(e, RA_E_RANGE, "cache.new_tokens", "# tokens in a call are above 2^31",
@@ -21919,7 +21830,7 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->decode = c->tile;
     c->tile.q_heads = c->group;
     c->tile.kv_heads = 1;
-    c->tile.tokens = ra__most_tile_rows(c);
+    c->tile.tokens = c->tile_rows;
     c->tile.kv_tokens = c->lane_rows;
     c->tile_kernel = ra__kernel_of(&c->d);
     c->decode_kernel = ra__kernel_decode(&c->d);
@@ -21971,11 +21882,10 @@ static int64_t ra__partial_length(const ra_cache *c, int32_t rank, int64_t head_
     return ra__sums_message(&c->d, head_rows, ra__rank_trees(c, rank));
 }
 
-/* The longest message, except those of keys. If all calls are pools there are notes alone. */
+/* The longest message, except those of keys. */
 static int64_t ra__cache_message(const ra_cache *c) {
-    const int pools = c->shared && c->cd.travel == RA_INFER_PASS_KV;
-    int64_t most = c->shared && c->notes ? RA__NOTE_BYTES : 0;
-    for (int32_t r = 0; r < c->ranks && !pools; r++) {
+    int64_t most = 0;
+    for (int32_t r = 0; r < c->ranks; r++) {
         const int64_t rows = ra__own_most(c, r);
         const int64_t head_rows = ra__max(rows * c->d.q_heads, ra__share_most(c));
         most = ra__max(most, RA__FRAME_BYTES + rows * ra__query_bytes(&c->d));
@@ -21990,17 +21900,14 @@ static int64_t ra__keys_limit(const ra_cache *c) {
     return ra__min(RA__FRAME_BYTES + 64 + c->most_keys, (int64_t)c->tp.max_msg);
 }
 
-/* Hashes what ranks must agree on in the descriptors. Ranks that share memory compute rows of each
- * other. */
+/* Hashes what ranks must agree on in the descriptors. */
 static void ra__cache_agree(ra_cache *c, const ra_desc *d) {
     uint64_t *topic = c->agreed.topic;
-    const int64_t lanes[] = { c->lanes, c->shared && !c->cd.lanes };
     const int64_t travel[] = { c->cd.queries, c->cd.travel };
-    const int64_t rest[] = { c->shared ? c->d.isa : ra__keys_limit(c), c->shared, c->d.form,
-                             c->cd.checksums };
+    const int64_t rest[] = { ra__keys_limit(c), c->d.form, c->cd.checksums };
     ra__agree(d, &c->d, &c->agreed);
     topic[RA__AGREE_SIZES] = ra__hash_i64(topic[RA__AGREE_SIZES], c->most_rows);
-    topic[RA__AGREE_LAYOUT] = ra__hash(topic[RA__AGREE_LAYOUT], lanes, sizeof lanes);
+    topic[RA__AGREE_LAYOUT] = ra__hash_i64(topic[RA__AGREE_LAYOUT], c->lanes);
     topic[RA__AGREE_TRAINING] = ra__hash(topic[RA__AGREE_TRAINING], travel, sizeof travel);
     topic[RA__AGREE_MESSAGES] = ra__hash(topic[RA__AGREE_MESSAGES], rest, sizeof rest);
 }
@@ -22018,17 +21925,14 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     if (s) return s;
     c.has_transport = c.ranks > 1;
     if (c.has_transport) c.tp = ra__tp_resolved(net);
-    c.shared = c.has_transport && (c.tp.caps & RA_CAP_SHARED);
-    c.space = c.shared ? ra__address_space() : 0;
     if (c.ranks > 2 && !(net->caps & RA_CAP_ANY_PEER))
         return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
                           "lacks RA_CAP_ANY_PEER: ranks of a cache send to all others", 0);
-    if (c.has_transport && !c.shared && c.cd.queries == RA_QUERIES_ALL &&
-        c.cd.travel == RA_INFER_PASS_KV)
+    if (c.has_transport && c.cd.queries == RA_QUERIES_ALL && c.cd.travel == RA_INFER_PASS_KV)
         return ra__refuse_pair(e, RA_E_SHAPE, "cache.travel",
-                               "RA_INFER_# without shared memory needs cache.queries = "
-                               "RA_QUERIES_OWN; with RA_QUERIES_@ every rank would compute every "
-                               "row", c.cd.travel, c.cd.queries);
+                               "RA_INFER_# needs cache.queries = RA_QUERIES_OWN; with "
+                               "RA_QUERIES_@ every rank would compute every row",
+                               c.cd.travel, c.cd.queries);
     align = ra__max(64, (int64_t)c.tp.align);
     c.tp.align = (size_t)align;
     need = ra__cache_bytes(&c, e);
@@ -22053,8 +21957,6 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     ra__cache_agree(&c, d);
     made = (ra_cache *)(void *)c.base;
     *made = c;
-    if (c.shared) made->crew.shared = &made->tp;
-    made->peer[c.rank] = made;
     if (c.has_transport && ra__cache_message(made) > (int64_t)c.tp.max_msg) {
         s = ra__refuse_pair(e, RA_E_TRANSPORT, "transport.max_msg",
                             "# is less than the @ bytes of a message: lower cache.new_tokens",
@@ -22120,7 +22022,7 @@ static void ra__cache_rows_of(ra_cache *c) {
             const int64_t p = c->cached[b] + i;
             const int32_t r = c->lane_owner[ra__lane_of(c, p)];
             c->all_row[all] = (int32_t)i;
-            if (i && !every)           /* a run of a lane goes on, or another begins */
+            if (i)                     /* a run of a lane goes on, or another begins */
                 c->all_row[all] = p % RA__LANE_BLOCK ? c->all_row[all - 1] + 1
                                                      : (int32_t)(ra__rank_keys(c, r, p) -
                                                                  ra__rank_keys(c, r, c->cached[b]));
@@ -22172,34 +22074,12 @@ static int ra__cache_decodes(const ra_cache *c, int32_t b) {
     return c->d.form == RA_FORM_SAME || c->fresh[b] <= c->decode_tokens;
 }
 
-/* 1: the keys of a sequence are summed by position, as on one rank, and not by lanes. That depends
- * on nothing else of the call. */
-static int ra__cache_ordered(const ra_cache *c, int32_t b) {
-    return c->shared && c->ordered_rows && c->fresh[b] >= RA_BLOCK_TOKENS &&
-           !ra__cache_decodes(c, b);
-}
-
-static int ra__any_ordered(const ra_cache *c) {
-    int any = 0;
-    for (int32_t b = 0; b < c->d.sequences && !any; b++) any = ra__cache_ordered(c, b);
-    return any;
-}
-
 /* The number of portions in the form of prefill, if each has up to `rows` rows. */
 static int64_t ra__tile_portions(const ra_cache *c, int64_t rows) {
     int64_t portions = 0;
     for (int32_t b = 0; b < c->d.sequences; b++)
         if (!ra__cache_decodes(c, b)) portions += ra__ceil_div(c->fresh[b], rows) * c->d.kv_heads;
     return portions;
-}
-
-/* The fewest rows of a portion of a pool: those of a run of a lane, or half of them if whole runs
- * make fewer portions than there are ranks (or threads) to share them.
- * PERF: 16 tokens of 8/2 heads, D 64, f32, over 64 to 4096 on 4 ranks, two processors of a Zen 5:
- * four portions of 8 rows take 1.06 to 1.14 times as long as two of 16, which occupy two ranks. */
-static int64_t ra__pool_rows(const ra_cache *c) {
-    const int64_t n = c->ranks > 1 ? c->ranks : c->d.threads;
-    return ra__tile_portions(c, RA__LANE_BLOCK) < n ? RA__LANE_BLOCK / 2 : RA__LANE_BLOCK;
 }
 
 static double ra__larger(double a, double b) { return a > b ? a : b; }
@@ -22230,7 +22110,7 @@ static int ra__travel_count(const ra_cache *c, ra__travel_cost *x) {
         const double in = queries_in + partials_in;
         const double out = queries_out + (x->rows - mine) * trees * partial;
         const double keys = (double)c->rank_keys[r];
-        if (!c->shared && ra__keys_length(c, r) > ra__keys_limit(c)) return 0;
+        if (ra__keys_length(c, r) > ra__keys_limit(c)) return 0;
         x->keys += keys;
         x->query_bytes = ra__larger(x->query_bytes, ra__larger(in, out));
         x->key_bytes = ra__larger(x->key_bytes, keys * k * (takers - (mine > 0)));
@@ -22249,19 +22129,14 @@ static int ra__travel_count(const ra_cache *c, ra__travel_cost *x) {
  * them to all keys, and if queries travel the rank with most keys attends all rows to them. By
  * known rates the keys of all ranks but the last are computed with while others move. Queries and
  * partial results take a latency each, and nothing else is computed meanwhile. By unknown ones
- * messages are copied by the processors that compute. Where memory is shared ranks share the rows
- * as far as there are portions. Each rank then gets an address from each other, and if queries
- * travel the partial results cost as much as a stage of received keys.
+ * messages are copied by the processors that compute.
  * PERF: 2 and 4 threads as ranks, 2 processors of a Zen 5, 8/2 heads of 64 in f32, 1 to 1024 new
  * and 0 to 32768 cached tokens, messages copied: 1 MB to a rank takes 40 to 90 us where caches hold
  * it, of keys and of partial results alike, and each stage of received keys about 9 us more. The
  * choice takes at most 1.02 times as long as the best; by bytes alone, with partial results three
- * times, it took up to 1.23. Memory shared: 16 tokens over 0 and 256 on 4 ranks took 1.2 and 1.35
- * times as long while only as many portions as ranks made a pool. */
+ * times, it took up to 1.23. */
 #define RA__TRAVEL_BYTES_S 12.5e9
 #define RA__TRAVEL_STAGE_S 9e-6
-#define RA__TRAVEL_NOTES_S 3.5e-6
-#define RA__TRAVEL_HALVES 1.2
 #define RA__TRAVEL_FLOPS_S 1e11
 typedef struct ra__travel_times { double queries, keys; } ra__travel_times;
 static ra__travel_times ra__travel_time(const ra_cache *c, const ra__travel_cost *x) {
@@ -22274,99 +22149,36 @@ static ra__travel_times ra__travel_time(const ra_cache *c, const ra__travel_cost
     const double latency = known ? rates->link_latency_s : 0.0;
     const double rows_s = x->most_rows * x->keys * row_key;
     const double keys_s = x->rows * x->most_keys * row_key;
-    const int64_t rows = ra__pool_rows(c), portions = ra__max(1, ra__tile_portions(c, rows));
     ra__travel_times t;
     t.queries = 2 * latency + x->query_bytes / link + keys_s;
     t.keys = x->key_bytes / link;
-    if (c->shared) {
-        t.queries += x->stages * RA__TRAVEL_STAGE_S;
-        t.keys = x->rows * x->keys * row_key / (double)ra__min(c->ranks, portions);
-        if (rows < RA__LANE_BLOCK) t.keys *= RA__TRAVEL_HALVES;
-        t.keys += 2 * latency + (c->ranks - 1) * RA__TRAVEL_NOTES_S;
-        return t;
-    }
     if (!known) t.keys += rows_s + x->stages * RA__TRAVEL_STAGE_S;
     else if (x->stages > 0) t.keys += latency * (c->ranks / 2) + rows_s / (x->stages + 1);
     if (known) t.keys = ra__larger(t.keys, rows_s);
     return t;
 }
 
-/* 1: a pool takes less time than queries and partial results that travel. That is so if its
- * portions of prompts occupy all ranks. Fewer portions are compared by the model. In the form of
- * decoding each rank had better read the keys that are near it, unless there are few beside the
- * partial results that RA_QUERIES_ALL sends to all ranks. So the pool has batches with a sequence
- * for each rank and no whole leaf in a lane, which joint sequences would share.
- * PERF: RA_QUERIES_ALL, 32/8 heads of 128 in bf16, 2 processors of a Zen 5. 16 sequences of 1 token
- * over 64, the faster of PASS_Q and MERGE -> pool: 2, 4, 8 ranks 204 -> 147, 397 -> 245, 481 -> 353
- * us; over 256 401 -> 334, 470 -> 436, 788 -> 707; over 1024 to 4096 0.94 to 1.03 of the time. 256
- * tokens of a prompt over 768 on 4 ranks 9.1 -> 6.4 ms. */
-static int ra__pool_pays(const ra_cache *c) {
-    const int64_t portions = ra__tile_portions(c, RA__LANE_BLOCK);
-    int64_t live = 0, longest = 0;
-    ra__travel_cost x;
-    if (portions >= c->ranks) return 1;
-    if (c->cd.queries == RA_QUERIES_OWN) {
-        if (!portions || !ra__travel_count(c, &x)) return 0;
-        const ra__travel_times t = ra__travel_time(c, &x);
-        return t.keys < t.queries;
-    }
-    for (int32_t b = 0; b < c->d.sequences; b++) {
-        live += c->fresh[b] > 0;
-        longest = ra__max(longest, ra__call_tokens(c, b));
-    }
-    return live >= c->ranks && ra__lane_keys(c, 0, longest) < RA__LEAF;
-}
-
 /* What travels: keys if that takes less time and there is memory for them. Every rank makes the
- * same choice. Where memory is shared keys do not move: PASS_KV is a pool. */
+ * same choice. */
 static int32_t ra__cache_travels(const ra_cache *c) {
     ra__travel_cost x;
     ra__travel_times t;
     if (c->ranks == 1 || !c->rows || c->cd.travel == RA_INFER_PASS_Q ||
         c->cd.travel == RA_INFER_MERGE)
         return RA_INFER_PASS_Q;
-    if (c->cd.travel == RA_INFER_PASS_KV || ra__any_ordered(c)) return RA_INFER_PASS_KV;
-    if (c->shared) return ra__pool_pays(c) ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
+    if (c->cd.travel == RA_INFER_PASS_KV) return RA_INFER_PASS_KV;
     if (c->cd.queries == RA_QUERIES_ALL || !ra__travel_count(c, &x)) return RA_INFER_PASS_Q;
     t = ra__travel_time(c, &x);
     return t.keys < t.queries ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
 }
 
-/* log2 of ranks, if ranks with equal upper bits of their numbers have a subtree; otherwise 0. */
-static int32_t ra__tree_steps(const ra_cache *c) {
-    int32_t steps = 0;
-    if (c->ranks < 4 || (c->ranks & (c->ranks - 1)) || c->lanes % c->ranks) return 0;
-    for (int32_t r = 0; r < c->ranks; r++)
-        if (c->lane_first[r] != c->lanes / c->ranks * r) return 0;
-    while (c->ranks >> steps > 1) steps++;
-    return steps;
-}
-
-/* Steps of a tree if that takes less time than one or two exchanges, by the model at the head of
- * this room. */
-#define RA__MESSAGE_S 1e-6
-enum { RA__TREE_RANKS = 64 };          /* the fewest without known rates */
-static int32_t ra__merge_steps(const ra_cache *c) {
-    const ra_rates *rates = &c->d.rates;
-    const int rated = !ra__rates_unknown(rates);
-    const double latency = rated ? rates->link_latency_s : 0.0, peers = c->ranks - 1.0;
-    const double link = rated ? rates->link_bytes_per_s : RA__TRAVEL_BYTES_S;
-    const double moves = 4.0 * (double)ra__partial_floats(&c->d) * (double)c->rows / link;
-    const double one = latency + peers * (RA__MESSAGE_S + moves);
-    const double two = 2 * (latency + peers * (RA__MESSAGE_S + moves / c->ranks));
-    const int32_t steps = ra__tree_steps(c);
-    const double tree = steps * (latency + RA__MESSAGE_S + moves);
-    if (c->cd.queries != RA_QUERIES_ALL || (!rated && c->ranks < RA__TREE_RANKS)) return 0;
-    return tree < one && tree < two ? steps : 0;
-}
-
 /* RA_INFER_*. Where queries travel: MERGE if the rank that wants most rows then receives so many
- * bytes less that they are worth a latency and, per peer, a message more, of 1 us. Where memory is
- * shared and one rank alone wants a row, MERGE moves as many bytes: one exchange is taken.
+ * bytes less that they are worth a latency and, per peer, a message more, of 1 us.
  * PERF: 2 processors of a Zen 5 for all ranks, 1 to 16 sequences of 1 token over 64, 32/8 heads,
  * D 128, RA_QUERIES_ALL: MERGE takes 0.94 to 1.3 times as long where it saves 11 to 88 KB, 0.90
  * (P = 4) at 99 KB, 0.84 and 0.75 at 198 and 396, 0.85 and 0.50 (P = 8) at 350 and 1386 KB. */
 enum { RA__MERGE_SAVES = 64 << 10, RA__MERGE_SAVES_PEER = 8 << 10 };
+#define RA__MESSAGE_S 1e-6
 static int32_t ra__cache_travel(const ra_cache *c) {
     const int32_t found = ra__cache_travels(c);
     const double partial = 4.0 * (double)ra__partial_floats(&c->d);
@@ -22377,8 +22189,6 @@ static int32_t ra__cache_travel(const ra_cache *c) {
     double most = 0, saves;
     if (found != RA_INFER_PASS_Q || !c->merge_rows || c->rows > c->merge_rows) return found;
     if (c->cd.travel == RA_INFER_MERGE) return RA_INFER_MERGE;
-    if (c->shared && !all) return found;
-    if (ra__merge_steps(c)) return RA_INFER_MERGE;
     for (int32_t r = 0; r < c->ranks; r++)
         if ((double)c->rank_rows[r] > most) most = (double)c->rank_rows[r];
     if (all) most = rows;
@@ -22407,22 +22217,6 @@ static void ra__swap_add(ra_cache *c, int32_t kind, int32_t ahead, const ra__swa
         side->op.buf = m->len ? m->buf : NULL;
         side->op.len = (size_t)m->len;
     }
-}
-
-/* Number i of the messages of a pool: 0 and 1 are sent, at its beginning and its end; 2 r + 2 and
- * 2 r + 3 come from rank r. */
-static uint8_t *ra__pool_note(const ra_cache *c, int64_t i) { return c->notes + i * c->note_bytes; }
-
-static void ra__pool_swaps(ra_cache *c) {
-    for (int32_t end = 0; end < 2; end++)
-        for (int32_t s = 1; s < c->ranks; s++) {
-            const int32_t from = (c->rank + c->ranks - s) % c->ranks;
-            const int64_t bytes = end ? (int64_t)RA__FRAME_BYTES : (int64_t)RA__NOTE_BYTES;
-            const ra__swap_message out = { ra__pool_note(c, end), bytes, end };
-            const ra__swap_message in = { ra__pool_note(c, 2 * from + 2 + end), bytes, 0 };
-            ra__swap_add(c, end ? RA__FRAME_POOL_END : RA__FRAME_POOL, s, &out, &in);
-        }
-    c->stages = 1;
 }
 
 /* A swap of keys: those of this rank go to the rank `s` ranks on, and those of the rank `s` ranks
@@ -22482,32 +22276,8 @@ static int64_t ra__share_move(const ra_cache *c, int32_t holder, int32_t rank,
     return moved;
 }
 
-/* A tree of MERGE: the message with the sums of all rows over 2^step ranks, those whose numbers
- * differ from this one's only in the lowest `step` bits. It is the message that came in the step
- * before, to which this rank has added its own sums. */
-static uint8_t *ra__tree_sums(const ra_cache *c, int32_t step) {
-    return step ? c->result[c->rank ^ (1 << (step - 1))] : c->partial_out;
-}
-
-/* A tree of MERGE: in each step two ranks exchange all that they have. */
-static void ra__tree_swaps(ra_cache *c) {
-    const int64_t length = ra__sums_message(&c->d, c->rows * c->d.q_heads, 1);
-    for (int32_t i = 0; i < c->steps; i++) {
-        const int32_t peer = c->rank ^ (1 << i);
-        const ra__swap_message out = { ra__tree_sums(c, i), length, i + 1 };
-        const ra__swap_message in = { ra__tree_sums(c, i + 1), length, 0 };
-        ra__swap_add(c, RA__FRAME_PARTIAL, (peer + c->ranks - c->rank) % c->ranks, &out, &in);
-        c->swap[i].side[RA__SWAP_IN].op.peer = length ? peer : RA_NO_PEER;
-    }
-    c->stages = c->steps + 2;
-}
-
 /* MERGE: partial results to the ranks of their shares, then sums to the ranks of their rows. */
 static void ra__merge_swaps(ra_cache *c) {
-    if (c->steps) {
-        ra__tree_swaps(c);
-        return;
-    }
     for (int32_t s = 1; s < c->ranks; s++) {
         const int32_t to = (c->rank + s) % c->ranks, from = (c->rank + c->ranks - s) % c->ranks;
         const int64_t here = ra__share_size(c, c->rank), there = ra__share_size(c, to);
@@ -22552,8 +22322,8 @@ static void ra__cache_swaps(ra_cache *c) {
     const int64_t row = ra__query_bytes(&c->d), *rows = c->rank_rows;
     c->swaps = 0;
     c->stages = keys ? c->ranks + 1 : 2;
-    if (c->pooled) {
-        ra__pool_swaps(c);
+    if (c->ranks == 1) {
+        c->stages = 1;
         return;
     }
     ra__cache_place_messages(c);
@@ -22622,14 +22392,13 @@ static void ra__cache_join_sequences(ra_cache *c, const ra_pages *p) {
  * there are many of them or few heads, and enough slots; otherwise its heads. */
 static void ra__cache_assign_slots(ra_cache *c) {
     const int64_t lanes = ra__most_rank_lanes(c);
-    const int many = c->pooled && c->ranks > 1;        /* all ranks see the same portions */
     int64_t used = 0, live = 0;
     for (int32_t b = 0; b < c->d.sequences; b++) live += c->joint[b] && c->fresh[b];
-    c->sharers = (int32_t)ra__ceil_div(many ? c->ranks : c->d.threads, ra__max(1, live));
+    c->sharers = (int32_t)ra__ceil_div(c->d.threads, ra__max(1, live));
     for (int32_t b = 0; b < c->d.sequences; b++) {
         const int64_t n = c->joint[b] ? lanes * ra__cache_spans(c, b) : 0;
         c->slot[b] = -1;
-        if (many || !c->fresh[b] || !ra__cache_decodes(c, b) || c->fresh[b] > c->decode_tokens ||
+        if (!c->fresh[b] || !ra__cache_decodes(c, b) || c->fresh[b] > c->decode_tokens ||
             n < 2 || (n < 4 * c->sharers && c->sharers <= c->d.kv_heads) || used + n > c->slots)
             continue;
         c->slot[b] = used;
@@ -22647,7 +22416,7 @@ typedef struct ra__lane_use { int64_t first, read, kept, fresh; ra__range seen; 
  * PERF: Zen 3, one rank, 64 sequences of 131000 tokens in pages of 16, window 128: ra_infer_begin
  * takes 2.4 -> 0.01 ms. */
 static ra__lane_use ra__lane_used(const ra_cache *c, int32_t b, int32_t lane) {
-    const int whole = c->d.mask.keep || (c->travel == RA_INFER_PASS_KV && !c->pooled);
+    const int whole = c->d.mask.keep || c->travel == RA_INFER_PASS_KV;
     const int64_t end = c->cached[b] + c->fresh[b];
     ra__lane_use u;
     ra__sees sees;
@@ -22743,22 +22512,22 @@ static ra_status ra__cache_check_tables(ra_cache *c, const ra_pages *p) {
     return s;
 }
 
-/* Halves the portions of a pool until there are two per rank (or thread) that shares them, or one
- * if all portions have about the same number of keys, or none may be cut any more.
- * PERF: 64 tokens of 8/2 heads, D 64, f32, over 32768 on 4 ranks, two processors of a Zen 5: 1.16
- * -> 1.03 times the time of PASS_Q, which cuts no rows; over 256 1.13 -> 1.02. */
-static void ra__pool_cut(ra_cache *c) {
-    const int64_t n = c->ranks > 1 ? c->ranks : c->d.threads;
+/* One rank: halves the portions until there are two per thread, or one if all portions have about
+ * the same number of keys, or they have the rows of a run of a lane, or half of them if whole runs
+ * make fewer portions than there are threads. */
+static void ra__portions_cut(ra_cache *c) {
+    const int64_t n = c->d.threads;
+    const int halves = ra__tile_portions(c, RA__LANE_BLOCK) < n;
     int even = 1;
     for (int32_t b = 0; b < c->d.sequences; b++)
         even &= !c->fresh[b] || (c->cached[b] >= 4 * c->fresh[b] && c->cached[b] == c->cached[0]);
-    for (; c->portion_rows > ra__pool_rows(c); c->portion_rows /= 2) {
+    for (; c->portion_rows > RA__LANE_BLOCK / (1 + halves); c->portion_rows /= 2) {
         const int64_t portions = ra__tile_portions(c, c->portion_rows);
         if (portions >= 2 * n || (even && portions == n)) return;
     }
 }
 
-/* Notes the counts of a call: its rows, what travels, whether it is a pool. */
+/* Notes the counts of a call: its rows, what travels, how large portions are. */
 static void ra__cache_set_counts(ra_cache *c, const int64_t *cached, const int64_t *fresh) {
     RA__OWN_FP ra__fp fp = ra__fp_enter();
     memcpy(c->cached, cached, (size_t)c->d.sequences * sizeof *cached);
@@ -22766,10 +22535,8 @@ static void ra__cache_set_counts(ra_cache *c, const int64_t *cached, const int64
     ra__cache_rows_of(c);
     ra__cache_count_keys(c);
     c->travel = ra__cache_travel(c);
-    c->steps = c->travel == RA_INFER_MERGE ? ra__merge_steps(c) : 0;
-    c->pooled = c->ranks == 1 || (c->shared && c->travel == RA_INFER_PASS_KV);
-    c->portion_rows = ra__any_ordered(c) ? c->ordered_rows : c->tile_rows;
-    if (c->pooled) ra__pool_cut(c);
+    c->portion_rows = c->tile_rows;
+    if (c->ranks == 1) ra__portions_cut(c);
 }
 
 /* As ra__hash, count by count. Lists that differ in one count differ in their hashes too, because
@@ -22812,7 +22579,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
                           "must be {0}: positions follow from the counts. For a ring buffer repeat "
                           "entries of t.pages.table", 0);
     ra__cache_set_counts(c, cached, fresh);
-    for (int32_t r = 0; r < c->ranks && c->travel == RA_INFER_PASS_KV && !c->pooled; r++)
+    for (int32_t r = 0; r < c->ranks && c->travel == RA_INFER_PASS_KV; r++)
         if (ra__keys_length(c, r) > (int64_t)c->tp.max_msg)
             return ra__refuse_pair(e, RA_E_TRANSPORT, "transport.max_msg",
                                    "# is less than the bytes of @ rows of keys, which "
@@ -22835,7 +22602,6 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     if (c->has_transport) ra__cache_agree_call(c);
     c->deadline = deadline_ns;
     ra__store_i64(&c->call, c->call + 1);
-    c->pools += c->pooled && c->ranks > 1;
     ra__cache_swaps(c);
     ra__cache_join_sequences(c, &t->pages);
     ra__cache_assign_slots(c);
@@ -22910,13 +22676,12 @@ static ra_status ra__cache_alarm(ra_cache *c) {
 static ra__frame ra__cache_frame(const ra_cache *c, int32_t kind, int32_t origin, int64_t length) {
     ra__frame f = ra__frame_of(kind, origin, c->call, c->hash, length);
     f.topics = c->topics;
-    f.sum[0] = c->space;
     return ra__frame_sealed(f);
 }
 
-/* 1: a message of this length has a checksum. Where memory is shared none has. */
+/* 1: a message of this length has a checksum. */
 static int ra__cache_sums(const ra_cache *c, int64_t length) {
-    return c->cd.checksums && !c->shared && length > RA__FRAME_BYTES;
+    return c->cd.checksums && length > RA__FRAME_BYTES;
 }
 
 /* Checks the frame of a message that has come, and its data. The first disagreement is named, by
@@ -22925,13 +22690,12 @@ static ra_status ra__cache_check_frame(ra_cache *c, const ra__swap *x) {
     static const char *const name[RA__AGREE_TOPICS + 2] = {
         "(kv_)tokens, dims or cache.new_tokens", "dtypes", "mask", "layout.weights or cache.lanes",
         "scale, softcap, scores, alibi or sinks", "cache.queries or cache.travel",
-        "form, isa, rates, checksums, transport", "cached or fresh", "an agreed field" };
+        "form, rates, checksums or transport", "cached or fresh", "an agreed field" };
     const ra_transport_op *in = &x->side[RA__SWAP_IN].op;
     const ra__frame due = ra__cache_frame(c, x->kind, in->peer, (int64_t)in->len);
     const ra__between pause = { NULL, NULL };
     uint64_t differ = 0;
     int topic = 0;
-    ra__frame f;
     const ra_status s = ra__frame_check(in->buf, &due, &differ);
     if (s == RA_OK && (!ra__cache_sums(c, (int64_t)in->len) ||
                        ra__frame_holds(&pause, (const uint8_t *)in->buf, (int64_t)in->len)))
@@ -22942,10 +22706,6 @@ static ra_status ra__cache_check_frame(ra_cache *c, const ra__swap *x) {
     if (s != RA_E_MISMATCH)
         return ra__cache_fail(c, s, "transport",
                               "a frame of rank # is damaged or not the one expected", in->peer);
-    memcpy(&f, in->buf, sizeof f);
-    if (f.topics == c->topics && f.sum[0] != c->space)
-        return ra__cache_fail(c, s, "transport.caps",
-                              "has RA_CAP_SHARED, but rank # is in another process", in->peer);
     while (topic <= RA__AGREE_TOPICS && !(differ >> 8 * topic & 255)) topic++;
     return ra__cache_fail(c, s, name[topic], "has another value on rank #", in->peer);
 }
@@ -23109,10 +22869,6 @@ static void ra__cache_pack_results(ra_cache *c) {
 static void ra__cache_pack_next(ra_cache *c, int32_t stage) {
     if (c->ranks == 1) return;
     if (stage == 0 && c->travel == RA_INFER_PASS_Q) ra__cache_pack_results(c);
-    if (stage < c->steps)
-        ra__cache_put_frame(c, ra__tree_sums(c, stage), RA__FRAME_PARTIAL,
-                            ra__sums_message(&c->d, c->rows * c->d.q_heads, 1));
-    if (c->steps) return;
     if (stage == 0 && c->travel == RA_INFER_MERGE) ra__cache_pack_shares(c);
     if (stage == 1 && c->travel == RA_INFER_MERGE) ra__cache_pack_sums(c);
 }
@@ -23123,8 +22879,6 @@ static ra_status ra__swap_received(ra_cache *c, ra__swap *x) {
     ra_status s = ra__cache_check_frame(c, x);
     if (s) return s;
     ra__store_i32(&x->side[RA__SWAP_IN].state, RA__SWAP_DONE);
-    if (x->kind == RA__FRAME_POOL)
-        memcpy(&c->peer[in->peer], (const uint8_t *)in->buf + RA__FRAME_BYTES, sizeof *c->peer);
     if (x->kind == RA__FRAME_Q)
         ra__cache_place_q(c, in->peer, (const uint8_t *)in->buf + RA__FRAME_BYTES);
     if (x->kind == RA__FRAME_SUMS) {
@@ -23314,14 +23068,14 @@ static ra__cache_portion ra__portion_at(const ra_cache *c, int32_t b, int64_t n)
     return x;
 }
 
-/* 1: the portions of a stage are head rows to merge, of this rank's share or, in a tree, of all. */
+/* 1: the portions of a stage are head rows to merge, of this rank's share. */
 static int ra__stage_merges(const ra_cache *c, int32_t stage) {
-    return c->travel == RA_INFER_MERGE && stage > 0 && stage < c->stages - 1;
+    return c->travel == RA_INFER_MERGE && stage == 1;
 }
 
 /* 1: the portions of a stage are rows to write, or head rows to merge. */
 static int ra__stage_writes(const ra_cache *c, int32_t stage) {
-    return !c->pooled && (stage == c->stages - 1 || ra__stage_merges(c, stage));
+    return c->ranks > 1 && (stage == c->stages - 1 || ra__stage_merges(c, stage));
 }
 
 /* Portion n of the open stage. */
@@ -23335,14 +23089,9 @@ static ra__cache_portion ra__portion_new(const ra_cache *c, int64_t n) {
 }
 
 /* The number of unclaimed portions of the open stage. */
-static int64_t ra__portions_left(const ra_cache *c, const int64_t *claim, int64_t *word) {
-    *word = ra__load_i64(claim);
-    if (claim != &c->claim && *word >> 40 != (c->pools & RA__CLAIM_TURNS)) return 0;
+static int64_t ra__portions_left(const ra_cache *c, int64_t *word) {
+    *word = ra__load_i64(&c->claim);
     return *word & RA__CLAIM_PORTIONS;
-}
-
-static const int64_t *ra__stage_claim(const ra_cache *c) {
-    return c->pooled && c->ranks > 1 ? &c->peer[0]->pool : &c->claim;
 }
 
 /* The partial result of a portion, packed from `data` on. */
@@ -23396,15 +23145,9 @@ static ra_in ra__view_in(ra__view v) {
     return in;
 }
 
-/* The cache in whose memory the keys of a lane are, unless they are in a message. */
-static const ra_cache *ra__lane_holder(const ra_cache *c, int32_t lane) {
-    return c->pooled ? c->peer[c->lane_owner[lane]] : c;
-}
-
-/* The row there with which a lane of sequence b begins. */
+/* The row of this rank's memory, or of a message, with which a lane of sequence b begins. */
 static int64_t ra__lane_begin(const ra_cache *c, int32_t b, int32_t lane) {
-    const int32_t rank = c->pooled ? c->lane_owner[lane] : c->keys.rank;
-    const int32_t local = lane - c->lane_first[rank];
+    const int32_t local = lane - c->lane_first[c->keys.rank];
     const int64_t lanes = c->keys.last - c->keys.first;
     return c->keys.row ? c->keys.row[b * lanes + local] : local * c->lane_rows;
 }
@@ -23412,77 +23155,25 @@ static int64_t ra__lane_begin(const ra_cache *c, int32_t b, int32_t lane) {
 /* Sets K and V of a call: rows of a lane from `row` on, from KV head `head` on. */
 static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                int64_t row, int32_t head, ra_desc *d) {
-    const ra_cache *holder = ra__lane_holder(c, lane);
     const int32_t b = y->x.b + (y->x.single ? y->x.single - 1 : 0);
     const int64_t first = row + ra__lane_begin(c, b, lane);
-    const int paged = holder->d.page_tokens && !c->keys.row;
+    const int paged = c->d.page_tokens && !c->keys.row;
     const int64_t at = paged ? 0 : first;
     const int32_t kb = c->keys.row || paged ? 0 : b;
-    const ra__view k = ra__view_at(c->keys.row ? c->keys.k : holder->k, kb, at, head);
-    const ra__view v = ra__view_at(c->keys.row ? c->keys.v : holder->v, kb, at, head);
     ra_tensors *t = &y->t;
-    d->page_tokens = paged ? holder->d.page_tokens : 0;
+    d->page_tokens = paged ? c->d.page_tokens : 0;
     if (paged) {
-        const ra__paged p = ra__paged_of(d, &holder->t.pages, b);
+        const ra__paged p = ra__paged_of(d, &c->t.pages, b);
         t->pages.table = p.table + (first + p.first) / p.tokens;
         t->pages.first = (first + p.first) % p.tokens;
-        t->pages.count = holder->t.pages.count;
+        t->pages.count = c->t.pages.count;
     }
-    t->k = ra__view_in(k);
-    if (!d->v_in_k) t->v = ra__view_in(v);
+    t->k = ra__view_in(ra__view_at(c->keys.k, kb, at, head));
+    if (!d->v_in_k) t->v = ra__view_in(ra__view_at(c->keys.v, kb, at, head));
 }
 
-/* 1: the queries of a portion of a pool are those of several ranks. */
-static int ra__pool_gathers(const ra_cache *c) {
-    return c->pooled && c->ranks > 1 && c->cd.queries == RA_QUERIES_OWN;
-}
-
-/* Packs these queries at the desk of the portion, run by run of rows that one rank holds. */
-static void ra__pool_gather(const ra_cache *c, ra__cache_desk *y) {
-    const ra__cache_portion *x = &y->x;
-    const int64_t size = ra__row_bytes(c->d.q_dtype, c->d.k_dim), at = c->all_at[x->b] + x->row;
-    const int32_t heads = ra__portion_heads(c, x);
-    uint8_t *to = y->queries;
-    int64_t n;
-    for (int64_t i = at; i < at + x->rows; i += n) {
-        const int32_t lane = ra__lane_of(c, c->all_pos[i]);
-        n = ra__min(at + x->rows - i, RA__LANE_BLOCK - c->all_pos[i] % RA__LANE_BLOCK);
-        ra__pack_rows(to, ra__view_at(c->peer[c->lane_owner[lane]]->q, x->b, c->all_row[i],
-                                      x->head * (int64_t)c->group), n, heads, size);
-        to += n * heads * size;
-    }
-}
-
-/* Copies n rows of one head of sequence b, or lists them to be prefetched: see ra__gather. */
-static void ra__copy_head(const ra_cache *c, ra__view v, int32_t b, int64_t row, int64_t n,
-                          uint8_t *to, ra__prefetch_list *ahead, int64_t bytes) {
-    if (!ahead) ra__cache_pack_lane(c, to, v, b, row, n, 1, bytes);
-    else if (ahead->count < RA__PREFETCH_TENSORS - 1)
-        ra__prefetch_add(ahead, ra__cache_cell(c, &c->t, v, b, row).data, v.token, n, bytes);
-}
-
-/* For ra__gather: keys of a desk's portion in the memory of the ranks that hold them. */
-static void ra__positions_rows(const void *of, int64_t pos, int64_t n, uint8_t *to,
-                               ra__prefetch_list *ahead) {
-    const ra__cache_desk *y = (const ra__cache_desk *)of;
-    const ra_cache *c = y->of;
-    const int32_t b = y->x.b, head = y->x.head;
-    const int64_t k = ra__row_bytes(c->d.k_dtype, c->d.k_dim);
-    const int64_t v = ra__row_bytes(c->d.v_dtype, c->d.v_dim);
-    int64_t step;
-    for (int64_t p = pos; p < pos + n; p += step) {
-        const ra_cache *at = c->peer[c->lane_owner[ra__lane_of(c, p)]];
-        const int64_t row = ra_cache_row(c, p), i = p - pos;
-        step = ra__min(pos + n - p, RA__LANE_BLOCK - p % RA__LANE_BLOCK);
-        ra__copy_head(at, ra__view_at(at->k, 0, 0, head), b, row, step, to + i * k, ahead, k);
-        if (c->d.v_in_k) continue;
-        ra__copy_head(at, ra__view_at(at->v, 0, 0, head), b, row, step,
-                      to + RA_BLOCK_TOKENS * k + i * v, ahead, v);
-    }
-}
-
-/* Sets y->t for a call of a portion on these rows of a lane; lane -1: on positions. d: its heads
- * are set; gets the counts of rows. */
+/* Sets y->t for a call of a portion on these rows of a lane. d: its heads are set; gets the counts
+ * of rows. */
 static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, ra__range rows,
                           ra__partial out, ra_desc *d) {
     const ra__query_rows *q = &c->queries;
@@ -23492,23 +23183,14 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, ra
     const int64_t at = q->at[x->b] + x->row + member, q_head = head * (int64_t)c->group;
     ra__view qv;
     ra_tensors *t = &y->t;
-    if (ra__pool_gathers(c))
-        qv = ra__view_at(ra__view_packed(y->queries, ra__portion_heads(c, x), c->d.k_dim,
-                                         d->q_dtype), 0, 0, x->at_head * (int64_t)c->group);
-    else if (q->packed) qv = ra__view_at(q->v, 0, at, q_head);
+    if (q->packed) qv = ra__view_at(q->v, 0, at, q_head);
     else qv = ra__view_at(q->v, x->b + member, x->row, q_head);
     memset(t, 0, sizeof *t);
     d->tokens = x->single ? 1 : x->rows;
     d->kv_tokens = rows.end - rows.begin;
     t->q = ra__view_in(qv);
     if (x->joint > 1 && !q->packed) t->q.token_stride = qv.batch;
-    if (lane < 0) {
-        t->k.data = t->v.data = y->gather.room;            /* see ra__positions_rows */
-        if (d->v_in_k) t->v.data = NULL;
-        d->page_tokens = 0;
-    } else {
-        ra__lane_call_keys(c, y, lane, rows.begin, head, d);
-    }
+    ra__lane_call_keys(c, y, lane, rows.begin, head, d);
     t->o.data = out.o + x->at_head * c->group * (int64_t)c->d.v_dim;
     t->o.token_stride = out.step * c->d.v_dim * (int64_t)sizeof(float);
     t->o.head_stride = c->d.v_dim * (int64_t)sizeof(float);
@@ -23518,7 +23200,7 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, ra
     t->q_pos.array = q->pos + at;
     t->q_pos.count = d->tokens;
     t->k_pos.count = d->kv_tokens;
-    if (c->lanes > 1 && lane >= 0) {
+    if (c->lanes > 1) {
         t->k_pos.array = c->pos + lane * c->lane_rows + rows.begin;
     } else {
         y->run.first = rows.begin;
@@ -23530,9 +23212,8 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, ra
     if (c->d.scores & RA_SCORE_ALIBI) t->alibi = c->t.alibi + q_head;
 }
 
-/* Attends a portion to these rows of a lane (-1: to the keys at these positions) in the form of
- * prefill. The sums go to *to, or if `merges` directly into to[-1], with which the tree
- * merges them next.
+/* Attends a portion to these rows of a lane in the form of prefill. The sums go to *to, or if
+ * `merges` directly into to[-1], with which the tree merges them next.
  * PERF: panel by panel, while they are in level 1. Zen 5, 256 tokens of 32/8 heads, D 128, bf16, 4
  * lanes, one thread: 4.0 -> 3.7 ms; over 1024 tokens 13.8 -> 13.6. */
 static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
@@ -23549,7 +23230,6 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
         ra_status s = ra__attend_walk(&d, &y->t, y->workspace, c->tile_kernel, &y->a);
         if (s) return s;
         if (y->x.merges) y->a.c.w.merge_room = y->partial[0];
-        if (lane < 0) y->a.c.w.gather = &y->gather;
         y->a.c.w.queries_kept = y->x.kept;
         y->x.kept = ra__head_panels(&y->a.c, 0) <= y->a.walk.panels;
         y->x.lane_begun = 1;
@@ -23566,14 +23246,12 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
  * invalid. */
 static void ra__lane_address(const ra_cache *c, int32_t b, int32_t lane, int64_t row, int32_t head,
                              uintptr_t next[2]) {
-    const ra_cache *holder = ra__lane_holder(c, lane);
-    const ra__paged paged = ra__paged_of(&holder->d, &holder->t.pages, b);
+    const ra__paged paged = ra__paged_of(&c->d, &c->t.pages, b);
     if (row >= ra__lane_keys(c, lane, ra__call_tokens(c, b))) return;
     row += ra__lane_begin(c, b, lane);
     for (int i = 0; i < 2; i++) {
-        ra__view v = i ? holder->v : holder->k;
-        if (c->keys.row) v = i ? c->keys.v : c->keys.k;
-        v = ra__view_at(v, c->keys.row || paged.table ? 0 : b, 0, head);
+        const ra__view v = ra__view_at(i ? c->keys.v : c->keys.k,
+                                       c->keys.row || paged.table ? 0 : b, 0, head);
         next[i] = paged.table && !c->keys.row ? ra__page_row(&paged, &v, row)
                                               : (uintptr_t)v.data + (uintptr_t)(row * v.token);
     }
@@ -23603,7 +23281,7 @@ static void ra__leaf_next(const ra_cache *c, const ra__cache_desk *y, int32_t la
     } else if (x->lane < 0 && lane + 1 < c->keys.last) {
         ra__lane_address(c, x->b, lane + 1, ra__first_leaf(c, x, lane + 1) * RA__LEAF, x->head,
                          next);
-    } else if ((left = ra__portions_left(c, ra__stage_claim(c), &word)) != 0) {
+    } else if ((left = ra__portions_left(c, &word)) != 0) {
         const ra__cache_portion after = ra__portion_new(c, c->portions - left);
         lane = after.lane >= 0 ? after.lane : c->keys.first;
         if (after.decode)
@@ -23748,18 +23426,6 @@ static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     return RA_OK;
 }
 
-/* Attends a portion to all keys that its rows see, by position. */
-static ra_status ra__positions_some(const ra_cache *c, ra__cache_desk *y, const ra__partial *to,
-                                    int64_t *left) {
-    const ra__range rows = { y->x.lo / RA_BLOCK_TOKENS * RA_BLOCK_TOKENS, y->x.hi };
-    y->of = c;
-    y->gather.rows = ra__positions_rows;
-    y->gather.of = y;
-    if (rows.begin < rows.end) return ra__tiles_some(c, y, -1, rows, to, 0, left);
-    ra__partial_clear(c, &y->x, *to, y->x.rows);
-    return RA_OK;
-}
-
 /* The path from a subtree down to one of its lanes. to[0] is the place of the sum of the subtree;
  * each step to a right half adds a place. Returns the number of these steps; *completed: for how
  * many of the last ones the lane is the last of its half, so that two places can be merged. */
@@ -23781,7 +23447,7 @@ static int32_t ra__lane_path(const ra_cache *c, const ra__cache_desk *y, ra__sub
     return n;
 }
 
-/* The sum of a portion of a pool over all lanes. */
+/* One rank: the sum of a portion over all lanes. */
 static ra__partial ra__portion_sum(const ra_cache *c, const ra__cache_desk *y) {
     return ra__partial_packed(c, &y->x, y->partial[RA__TREE_DEPTH + 2]);
 }
@@ -23807,14 +23473,11 @@ static void ra__places_merge(const ra_cache *c, ra__cache_portion *x, const ra__
 static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *left) {
     ra__cache_portion *x = &y->x;
     const int64_t row = c->queries.at[x->b] + x->row, head = x->head * (int64_t)c->group;
-    const int32_t rank = c->keys.rank, trees = c->pooled ? 1 : ra__rank_trees(c, rank);
-    const ra__partial all = ra__portion_sum(c, y);
-    if (ra__cache_ordered(c, x->b)) return ra__positions_some(c, y, &all, left);
+    const int32_t rank = c->keys.rank, trees = ra__rank_trees(c, rank);
     for (; x->at_tree < trees; x->at_tree++) {
-        ra__subtree lanes = { 0, c->lanes };
-        if (!c->pooled) lanes = c->tree[c->tree_first[rank] + x->at_tree];
+        const ra__subtree lanes = c->tree[c->tree_first[rank] + x->at_tree];
         if (x->at_lane < lanes.first) x->at_lane = lanes.first;
-        const ra__partial sum = c->pooled ? all : ra__tree_partial(
+        const ra__partial sum = c->ranks == 1 ? ra__portion_sum(c, y) : ra__tree_partial(
             c, c->out, x->at_tree, row * c->d.q_heads + head);
         for (; x->at_lane < lanes.last; x->at_lane++) {
             const ra__range rows = ra__lane_seen(c, x, x->at_lane);
@@ -23872,17 +23535,6 @@ static ra__partial ra__rows_sum(const ra_cache *c, const ra__cache_desk *y, ra__
     return sum;
 }
 
-/* A tree of MERGE: adds some head rows of the sums so far to those that have come. */
-static void ra__tree_merge(const ra_cache *c, const ra__cache_desk *y, int32_t step) {
-    const int64_t all = c->rows * c->d.q_heads, most = c->write_rows * c->d.q_heads;
-    const int64_t at = y->x.n * most;
-    const ra__partial to = ra__tree_partial(c, ra__partials_in(ra__tree_sums(c, step + 1), all), 0,
-                                            at);
-    const ra__partial from = ra__tree_partial(c, ra__partials_in(ra__tree_sums(c, step), all), 0,
-                                              at);
-    c->tile_kernel->merge(to.o, to.lse, 1, from.o, from.lse, ra__min(most, all - at), c->d.v_dim);
-}
-
 /* MERGE: sums some head rows of this rank's share. */
 static ra_status ra__cache_merge(const ra_cache *c, const ra__cache_desk *y) {
     const ra__subtree all = { 0, c->lanes };
@@ -23924,20 +23576,14 @@ static ra_status ra__row_write(const ra_cache *c, int32_t b, int64_t i, int32_t 
 static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
     const ra__subtree all = { 0, c->lanes };
     const int64_t first = y->x.n * c->write_rows, heads = c->d.q_heads;
-    uint8_t *sums = c->steps ? ra__tree_sums(c, c->steps) : c->result[c->rank];
     ra_status s = RA_OK;
-    const int32_t stage = ra__load_i32(&c->stage);
-    if (ra__stage_merges(c, stage)) {
-        if (!c->steps) return ra__cache_merge(c, y);
-        ra__tree_merge(c, y, stage - 1);
-        return RA_OK;
-    }
+    if (ra__stage_merges(c, ra__load_i32(&c->stage))) return ra__cache_merge(c, y);
     int32_t b = ra__sequence_of(c, c->own_at, first);
     for (int64_t i = first; i < c->own_rows && i < first + c->write_rows && !s; i++) {
         const ra__head_rows p = { i * heads, heads };
         const ra__partial sum =
             c->travel == RA_INFER_MERGE
-                ? ra__tree_partial(c, ra__partials_in(sums, c->own_rows * heads), 0, p.at)
+                ? ra__tree_partial(c, ra__result_of(c, c->rank), 0, p.at)
                 : ra__rows_sum(c, y, p, all, 0);
         while (i >= c->own_at[b + 1]) b++;
         ra__row_add_sinks(c, 0, c->d.q_heads, sum);
@@ -23946,24 +23592,17 @@ static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
     return s;
 }
 
-/* Writes the rows of a portion of a pool to the memory of the ranks that want them. Of joint
- * sequences each row is row 0 of another sequence. */
-static ra_status ra__pool_write(const ra_cache *c, const ra__cache_desk *y) {
+/* One rank: writes the rows of a portion. Of joint sequences each row is row 0 of another
+ * sequence. */
+static ra_status ra__portion_write(const ra_cache *c, const ra__cache_desk *y) {
     const ra__cache_portion *x = &y->x;
-    const int64_t at = c->queries.at[x->b] + x->row;
     const int32_t head = x->head * c->group, heads = ra__portion_heads(c, x);
     ra_status s = RA_OK;
-    for (int64_t i = 0; i < x->rows; i++) {
+    for (int64_t i = 0; i < x->rows && !s; i++) {
         const ra__partial sum = ra__partial_row(c, ra__portion_sum(c, y), i);
-        const int32_t b = x->b + (x->joint > 1 ? (int32_t)i : 0);
         ra__row_add_sinks(c, head, heads, sum);
-        int32_t r = ra__row_owner(c, at + i), end = r + 1;
-        if (c->cd.queries == RA_QUERIES_ALL) {
-            r = 0;
-            end = c->ranks;
-        }
-        for (; r < end && !s; r++)
-            s = ra__row_write(c->peer[r], b, c->all_row[at + i], head, heads, sum);
+        s = x->joint > 1 ? ra__row_write(c, x->b + (int32_t)i, 0, head, heads, sum)
+                         : ra__row_write(c, x->b, x->row + i, head, heads, sum);
     }
     return s;
 }
@@ -23972,8 +23611,6 @@ static ra_status ra__pool_write(const ra_cache *c, const ra__cache_desk *y) {
 static ra_status ra__cache_compute(ra_cache *c, ra__cache_desk *y) {
     ra__cache_portion *x = &y->x;
     int64_t left = RA__STEP_WORK;
-    if (ra__pool_gathers(c) && !x->gathered) ra__pool_gather(c, y);
-    x->gathered = 1;
     if (x->lane >= 0) {
         float *slot = ra__span_slot(c, x->b, x->lane - c->keys.first, x->span);
         ra_status s = ra__span_some(c, y, x->lane, x->span, ra__partial_packed(c, x, slot), &left);
@@ -23982,21 +23619,13 @@ static ra_status ra__cache_compute(ra_cache *c, ra__cache_desk *y) {
         x->at_leaf = 0;
     }
     const ra_status s = ra__trees_some(c, y, &left);
-    return s || !c->pooled ? s : ra__pool_write(c, y);
+    return s || c->ranks > 1 ? s : ra__portion_write(c, y);
 }
 
 /* -------------------------------------------------------------------------- stages */
 /* Under comm, before the first swap: packs what this rank sends at the beginning. */
 static void ra__cache_pack_all(ra_cache *c) {
     if (c->ranks == 1) return;
-    if (c->pooled) {
-        const ra_cache *here = c;
-        memset(ra__pool_note(c, 0), 0, RA__NOTE_BYTES);
-        memcpy(ra__pool_note(c, 0) + RA__FRAME_BYTES, &here, sizeof here);
-        ra__cache_put_frame(c, ra__pool_note(c, 0), RA__FRAME_POOL, RA__NOTE_BYTES);
-        ra__cache_put_frame(c, ra__pool_note(c, 1), RA__FRAME_POOL_END, RA__FRAME_BYTES);
-        return;
-    }
     if (c->cd.queries == RA_QUERIES_ALL) return;
     if (c->travel == RA_INFER_PASS_KV) {
         ra__cache_pack_keys(c);
@@ -24025,37 +23654,34 @@ static void ra__cache_keys_of(ra_cache *c, int32_t rank, const uint8_t *message)
 
 /* How many swaps, from the first on, a stage waits for. */
 static int32_t ra__stage_swaps(const ra_cache *c, int32_t stage) {
-    if (c->pooled) return c->ranks - 1;
     if (c->travel == RA_INFER_PASS_KV) return (int32_t)ra__min(stage, c->ranks - 1);
-    if (c->steps) return (int32_t)ra__min(stage, c->swaps);
     if (ra__stage_merges(c, stage)) return c->swaps - (c->ranks - 1);
     return stage ? c->swaps : c->cd.queries == RA_QUERIES_OWN ? c->ranks - 1 : 0;
 }
 
 /* Under comm: opens a stage: its queries, keys, place of results and number of portions. */
 static void ra__stage_open(ra_cache *c, int32_t stage) {
-    const int all = c->pooled && c->ranks > 1;
     const int own = c->travel == RA_INFER_PASS_KV || c->ranks == 1 ||
                     c->cd.queries == RA_QUERIES_ALL;
     c->portions = 0;
     if (ra__stage_writes(c, stage)) {
-        const int shares = ra__stage_merges(c, stage) && !c->steps;
+        const int shares = ra__stage_merges(c, stage);
         const int64_t head_rows = shares ? ra__share_size(c, c->rank) : c->own_rows * c->d.q_heads;
         c->portions = ra__ceil_div(head_rows, c->write_rows * c->d.q_heads);
     } else {
         c->queries.v = own ? c->q : ra__view_packed(c->q_all, c->d.q_heads, c->d.k_dim,
                                                     c->d.q_dtype);
         c->queries.packed = !own;
-        c->queries.at = own && !all ? c->own_at : c->all_at;
-        c->queries.pos = own && !all ? c->own_pos : c->all_pos;
+        c->queries.at = own ? c->own_at : c->all_at;
+        c->queries.pos = own ? c->own_pos : c->all_pos;
         c->keys.rank = (c->rank + c->ranks - stage) % c->ranks;
-        c->keys.first = c->pooled ? 0 : c->lane_first[c->keys.rank];
-        c->keys.last = c->pooled ? c->lanes : c->lane_first[c->keys.rank + 1];
+        c->keys.first = c->lane_first[c->keys.rank];
+        c->keys.last = c->lane_first[c->keys.rank + 1];
         c->keys.row = NULL;
         c->keys.k = c->k;
         c->keys.v = c->v;
         if (stage) ra__cache_keys_of(c, c->keys.rank, c->kv_recv[stage % 2]);
-        if (!c->pooled) c->out = ra__result_of(c, c->keys.rank);
+        if (c->ranks > 1) c->out = ra__result_of(c, c->keys.rank);
         if (!own || c->travel == RA_INFER_MERGE) c->out = ra__partials_here(c);
         for (int32_t b = 0; b < c->d.sequences; b++) {
             c->slot_done[b] = 0;
@@ -24066,14 +23692,7 @@ static void ra__stage_open(ra_cache *c, int32_t stage) {
     }
     c->opened++;
     ra__store_i32(&c->open, 1);
-    if (!all) {
-        ra__store_i64(&c->claim, (c->opened & RA__CLAIM_TURNS) << 40 | c->portions);
-        return;
-    }
-    const int64_t word = ra__load_i64(&c->peer[0]->pool);      /* set by the first rank here */
-    if (word >> 40 != (c->pools & RA__CLAIM_TURNS))
-        (void)ra__cas_i64(&c->peer[0]->pool, word,
-                          (c->pools & RA__CLAIM_TURNS) << 40 | c->portions);
+    ra__store_i64(&c->claim, (c->opened & RA__CLAIM_TURNS) << 40 | c->portions);
 }
 
 /* Under comm: ends the open stage if all its portions are done, or opens the next if its messages
@@ -24082,7 +23701,7 @@ static int ra__stage_turn(ra_cache *c) {
     const int32_t stage = ra__load_i32(&c->stage);
     if (ra__load_i32(&c->open)) {
         int64_t word;
-        if (ra__portions_left(c, ra__stage_claim(c), &word)) return 0;
+        if (ra__portions_left(c, &word)) return 0;
         ra__store_i32(&c->open, 2);
         if (ra__add_i32(&c->holding, 0)) return 0;
         ra__store_i32(&c->open, 0);
@@ -24112,7 +23731,7 @@ static int ra__cache_complete(ra_cache *c) {
 static int ra__round_can_wait(const ra_cache *c) {
     int64_t word;
     if (!c->tp.post || ra__load_i32(&c->open) != 1) return 0;
-    if (!ra__portions_left(c, ra__stage_claim(c), &word)) return 0;
+    if (!ra__portions_left(c, &word)) return 0;
     return ra__time_since(ra_now_ns(), c->polled_ns) < RA__POLL_NS;
 }
 
@@ -24142,9 +23761,8 @@ static int64_t ra__portion_claim(ra_cache *c) {
     if (ra__load_i32(&c->open) != 1) return -1;
     (void)ra__add_i32(&c->holding, 1);
     if (ra__load_i32(&c->open) == 1) {
-        int64_t *claim = (int64_t *)(uintptr_t)ra__stage_claim(c);
-        while ((left = ra__portions_left(c, claim, &word)) != 0)
-            if (ra__cas_i64(claim, word, word - 1)) return c->portions - left;
+        while ((left = ra__portions_left(c, &word)) != 0)
+            if (ra__cas_i64(&c->claim, word, word - 1)) return c->portions - left;
     }
     (void)ra__add_i32(&c->holding, -1);
     return -1;
@@ -24272,27 +23890,12 @@ static int ra__cache_pending(const ra_cache *c) {
     return pending;
 }
 
-/* After a failure: waits until no rank touches buffers of this one, or its tensors in a pool. */
+/* After a failure: waits until the transport touches no buffers any more. */
 static void ra__cache_quiet(ra_cache *c) {
     const int64_t until = ra__add_sat(ra_now_ns(), c->cd.quiesce_ns);
     if (!ra__load_i32(&c->crew.failed) || c->unsafe) return;
     if (c->tp.quiesce ? c->tp.quiesce(c->tp.ctx, until) != RA_OK : ra__cache_pending(c))
         c->unsafe = 1;
-}
-
-/* After a failure in a pool, once this rank has announced that it stops: 1 if another rank may have
- * received the address of its cache. */
-static int ra__pool_address_sent(ra_cache *c) {
-    int known = 0;
-    if (!c->tp.post) return 1;
-    for (int32_t i = 0; i < c->swaps; i++) {
-        const ra__swap_side *x = &c->swap[i].side[RA__SWAP_OUT];
-        ra_transport_op *op = &c->swap[i].side[RA__SWAP_OUT].op;
-        if (c->swap[i].kind != RA__FRAME_POOL || x->state == RA__SWAP_IDLE) continue;
-        if (op->state == RA_MSG_PENDING) (void)c->tp.poll(c->tp.ctx, &op, 1);
-        known |= op->state == RA_MSG_DONE || op->state == RA_MSG_PENDING;
-    }
-    return known;
 }
 
 RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t *cached,
@@ -24306,11 +23909,7 @@ RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t 
         else if (idle > 10) ra__yield();                   /* ranks may share a processor */
         else if (idle) ra__pause();
     }
-    if (s < 0 && c->pooled && c->ranks > 1) {
-        (void)c->tp.quiesce(c->tp.ctx, 1);                 /* unsends addresses if it still can */
-        if (ra__pool_address_sent(c)) ra__cache_quiet(c);
-    }
-    return c->unsafe ? (ra_status)RA_E_UNSAFE : s;
+    return s;
 }
 
 RINGATTN_API void ra_infer_cancel(ra_cache *c) {
@@ -24352,8 +23951,7 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
         out->bytes_in += (int64_t)x[RA__SWAP_IN].op.len;
         out->bytes_out += (int64_t)x[RA__SWAP_OUT].op.len;
     }
-    out->bits_any_call = c->d.form == RA_FORM_SAME ||
-                         !(c->decode_tokens || (c->shared && c->ordered_rows));
+    out->bits_any_call = c->d.form == RA_FORM_SAME || !c->decode_tokens;
     return RA_OK;
 }
 

@@ -549,9 +549,7 @@ typedef struct cache_load {
     ra_status status;
 } cache_load;
 
-/* copying: ranks do not read each other's memory, as over a network. */
-static void cache_make_over(const row *r, const data *x, const ra_cache_desc *cd, int copying,
-                            cache_load *l) {
+static void cache_make(const row *r, const data *x, const ra_cache_desc *cd, cache_load *l) {
     ra_world_desc wd = { 0 };
     memset(l, 0, sizeof *l);
     wd.ranks = l->ranks = r->ranks;
@@ -563,10 +561,8 @@ static void cache_make_over(const row *r, const data *x, const ra_cache_desc *cd
     }
     l->status = ra_world_create(&l->world, &wd);
     for (int i = 0; i < r->ranks && l->status == RA_OK; i++) {
-        ra_transport net = *ra_world_transport(l->world, i);
         ra_desc d = desc_make(r);
         int64_t held;
-        if (copying) net.caps &= ~(uint32_t)RA_CAP_SHARED;
         d.q_offset = 0;
         d.layout.kind = 0;
         d.ranks = r->ranks;
@@ -574,7 +570,7 @@ static void cache_make_over(const row *r, const data *x, const ra_cache_desc *cd
         d.threads = r->threads / r->ranks;
         d.sequences = r->sequences;
         d.error = &l->error;
-        l->status = ra_cache_create(&l->cache[i], &d, &net, cd);
+        l->status = ra_cache_create(&l->cache[i], &d, ra_world_transport(l->world, i), cd);
         if (l->status != RA_OK) return;
         held = ra_cache_rows(l->cache[i]) * r->kv_heads * r->sequences;
         l->t[i].q.data = x->q;
@@ -582,10 +578,6 @@ static void cache_make_over(const row *r, const data *x, const ra_cache_desc *cd
         l->t[i].v.data = map_random(held * r->v_dim, r->dtype, 20 + (uint32_t)i);
         l->t[i].o.data = map((size_t)(r->sequences * r->tokens * r->q_heads * r->v_dim * 4));
     }
-}
-
-static void cache_make(const row *r, const data *x, const ra_cache_desc *cd, cache_load *l) {
-    cache_make_over(r, x, cd, 0, l);
 }
 
 static void cache_free(cache_load *l) {
@@ -1372,14 +1364,14 @@ static void print_plans(const char *words) {
 
 /* ---------------------------------------------------------------------------- travel
  * What a call over a sharded cache chooses, and what it takes if queries travel, if keys do, and
- * with MERGE, over a grid of new and cached tokens, where ranks share memory and where messages are
- * copied: predicted by the model that the choice follows, for a processor of 100 GFLOP/s per rank,
- * and measured. They are timed in turn, and the median of each counts. Short calls are timed eight
- * at once: the first one finds another cache's memory in the processor's. */
+ * with MERGE, over a grid of new and cached tokens: predicted by the model that the choice follows,
+ * for a processor of 100 GFLOP/s per rank, and measured. They are timed in turn, and the median of
+ * each counts. Short calls are timed eight at once: the first one finds another cache's memory in
+ * the processor's. */
 enum { TRAVEL_NEW = 1024, TRAVEL_CACHED = 32768, TRAVEL_TIMES = 400, TRAVEL_WAYS = 3 };
 
 /* all: each way, then the choice. Returns the time of the choice divided by the shortest time. */
-static double print_travel(cache_load *all, const char *net, int64_t fresh, int64_t cached) {
+static double print_travel(cache_load *all, int64_t fresh, int64_t cached) {
     static const char *const name[] = { "", "queries", "keys", "merge" };
     ra_infer_report report = { 0 };
     double took[TRAVEL_WAYS][TRAVEL_TIMES], median[TRAVEL_WAYS + 1], spent = 0, best = 1e9;
@@ -1401,8 +1393,8 @@ static double print_travel(cache_load *all, const char *net, int64_t fresh, int6
         median[k + 1] = quantile(took[k], n, 0.5);
         best = median[k + 1] < best ? median[k + 1] : best;
     }
-    printf("travel %-7s ranks %d new %4lld cached %5lld: queries predicted %8.1f us, took %8.1f; "
-           "keys %8.1f, %8.1f; merge took %8.1f; takes %-7s, %.2f x the best\n", net,
+    printf("travel ranks %d new %4lld cached %5lld: queries predicted %8.1f us, took %8.1f; "
+           "keys %8.1f, %8.1f; merge took %8.1f; takes %-7s, %.2f x the best\n",
            (int)all[0].ranks, (long long)fresh, (long long)cached, report.queries_s * 1e6,
            median[RA_INFER_PASS_Q] * 1e6, report.keys_s * 1e6, median[RA_INFER_PASS_KV] * 1e6,
            median[RA_INFER_MERGE] * 1e6, name[rule], median[rule] / best);
@@ -1410,11 +1402,10 @@ static double print_travel(cache_load *all, const char *net, int64_t fresh, int6
     return median[rule] / best;
 }
 
-static void print_travel_over(int copying, int32_t ranks) {
+static void print_travel_over(int32_t ranks) {
     static const int64_t fresh[] = { 1, 4, 16, 64, 256, TRAVEL_NEW };
     static const int64_t cached[] = { 0, 256, 2048, TRAVEL_CACHED };
     static cache_load all[TRAVEL_WAYS + 1];
-    const char *net = copying ? "copying" : "shared";
     row r = row_make(PREFILL, best_f32(), RA_F32, RA_MASK_CAUSAL, 64, TRAVEL_NEW);
     ra_cache_desc cd = { 0 };
     data x;
@@ -1425,26 +1416,23 @@ static void print_travel_over(int copying, int32_t ranks) {
     x = data_make(&r);
     for (int k = 0; k <= TRAVEL_WAYS; k++) {
         cd.travel = k < TRAVEL_WAYS ? RA_INFER_PASS_Q + k : RA_INFER_AUTO;
-        cache_make_over(&r, &x, &cd, copying, &all[k]);
+        cache_make(&r, &x, &cd, &all[k]);
         if (all[k].status != RA_OK) failed_rows++;
     }
     for (int i = 0; i < 24 && !failed_rows; i++) {
-        const double ratio = print_travel(all, net, fresh[i / 4], cached[i % 4]);
+        const double ratio = print_travel(all, fresh[i / 4], cached[i % 4]);
         most = ratio > most ? ratio : most;
     }
-    printf("travel %s ranks %d: at most %.2f x the best\n", net, (int)ranks, most);
+    printf("travel ranks %d: at most %.2f x the best\n", (int)ranks, most);
     for (int k = 0; k <= TRAVEL_WAYS; k++) cache_free(&all[k]);
     unmap_all();
 }
 
-/* words: "travel", and the network and the number of ranks if only these are requested. */
+/* words: "travel", and the number of ranks if only that is requested. */
 static void print_travels(const char *words) {
-    const char *name[] = { "shared", "copying" };
     const int64_t only = strtoll(words + strcspn(words, "0123456789"), NULL, 10);
-    for (int copying = 0; copying < 2; copying++)
-        for (int32_t ranks = 2; ranks <= MAX_RANKS; ranks *= 2)
-            if ((!only || only == ranks) && !strstr(words, name[!copying]))
-                print_travel_over(copying, ranks);
+    for (int32_t ranks = 2; ranks <= MAX_RANKS; ranks *= 2)
+        if (!only || only == ranks) print_travel_over(ranks);
 }
 
 /* ---------------------------------------------------------------------------- forms

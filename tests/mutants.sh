@@ -44,7 +44,7 @@ try() {
         schedule) timeout 120 "$work/schedule" --first ;;
         rows) timeout 60 "$work/rows" rows_of_any_call --first ;;
         cache) timeout 60 "$work/cache" chosen --first &&
-            timeout 60 "$work/cache" pools_of_all --first &&
+            timeout 60 "$work/cache" all_queries --first &&
             timeout 60 "$work/cache" unlike_dtypes --first ;;
         apart) timeout 60 "$work/cache" disagreements --first ;;
         lanes) timeout 60 "$work/cache" lanes_and_weights --first &&

@@ -20,7 +20,7 @@ typedef struct script {
     int32_t steps;
     int64_t cached[64][MAX_B], fresh[64][MAX_B];
     float *q, *k, *v;                  /* [B][kv_tokens][heads][dim], by position */
-    int level_0;                       /* 1: sendrecv alone; 2: memory is not shared */
+    int level_0;                       /* 1: sendrecv alone */
     int32_t page;                      /* ranks have pages of unlike sizes; 0: no pages */
     int ring;                          /* a ring buffer of pages of 16; lanes are ranks */
     int64_t prefix;                    /* tokens that all sequences have in the same pages */
@@ -353,8 +353,7 @@ static ra_status on_rank(ra_world *world, int rank, void *user) {
     d.error = &why;
     d.threads = x->s->threads;
     d.page_tokens = page_of(x->s, rank);
-    if (x->s->level_0 == 2) net.caps &= ~(uint32_t)RA_CAP_SHARED;
-    end = ra_cache_create(&c, &d, x->s->level_0 == 1 ? &zero : &net, &x->s->cd);
+    end = ra_cache_create(&c, &d, x->s->level_0 ? &zero : &net, &x->s->cd);
     if (end) fprintf(stderr, "%s %s\n", why.field, why.text);
     memset(weights, 0, sizeof weights);                /* the cache has a copy */
     if (!end) end = steps_of(x, c, rank);
@@ -491,6 +490,12 @@ static double tolerance(const script *s) {
     return s->d.q_dtype == RA_BF16 ? 4e-3 : 4e-6;
 }
 
+/* Keys travel only with RA_QUERIES_OWN. */
+static int32_t any_travel(const script *s, h_rng *r) {
+    const int32_t travel = h_below(r, 4);
+    return s->cd.queries == RA_QUERIES_ALL && travel == RA_INFER_PASS_KV ? RA_INFER_AUTO : travel;
+}
+
 /* Any number of ranks and any travel give the results of one rank, bit for bit. */
 static void everywhere(script *s, h_rng *r) {
     static const int32_t ranks[] = { 2, 3, 4, 5, 8 };
@@ -498,11 +503,10 @@ static void everywhere(script *s, h_rng *r) {
     compare(s, &one, r, tolerance(s));
     for (int i = 0; i < (int)(sizeof ranks / sizeof *ranks); i++) {
         outcome many;
-        s->cd.travel = h_below(r, 4);
+        s->cd.travel = any_travel(s, r);
         s->threads = 1 + h_below(r, 3);
-        s->level_0 = h_below(r, 3);
+        s->level_0 = h_below(r, 2);
         if (!h_variant(h_run.case_now, i % 2)) continue;
-        if (s->cd.queries == RA_QUERIES_ALL && s->cd.travel == RA_INFER_PASS_KV) s->level_0 = 0;
         many = script_run(s, ranks[i]);
         same_bits(s, &many, &one);
         outcome_free(&many);
@@ -552,7 +556,7 @@ TEST(unlike_dtypes) {
         s.page = i % 2 ? 0 : 1 + h_below(&r, 5);
         s.threads = 1 + h_below(&r, 2);
         s.cd.travel = h_below(&r, 4);
-        s.level_0 = h_below(&r, 3);
+        s.level_0 = h_below(&r, 2);
         many = script_run(&s, 2 + h_below(&r, 3));
         CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
         CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
@@ -562,9 +566,8 @@ TEST(unlike_dtypes) {
     }
 }
 
-/* With RA_QUERIES_ALL over shared memory every rank gets all rows of a pool, sinks included, in the
- * bits of one rank. It is taken for batches and prompts. */
-TEST(pools_of_all_queries) {
+/* With RA_QUERIES_ALL every rank gets all rows, sinks included, in the bits of one rank. */
+TEST(all_queries) {
     static const int32_t ranks[] = { 2, 3, 4, 8 };
     for (int64_t i = 0; i < 8; i++) {
         static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
@@ -582,14 +585,13 @@ TEST(pools_of_all_queries) {
         grow(&s, &r, 100);
         one = script_run(&s, 1);
         compare(&s, &one, &r, tolerance(&s));
-        for (int auto_one = 0; auto_one < 2; auto_one++) {
-            s.cd.travel = auto_one ? RA_INFER_AUTO : RA_INFER_PASS_KV;
+        for (int merges = 0; merges < 2; merges++) {
+            s.cd.travel = merges ? RA_INFER_MERGE : RA_INFER_PASS_Q;
             s.threads = 1 + h_below(&r, 2);
             s.page = h_below(&r, 4);
             many = script_run(&s, ranks[i / 2]);
             same_bits(&s, &many, &one);
-            if (!auto_one) CHECK_EQ(many.travel[RA_INFER_PASS_KV], s.steps);
-            if (ranks[i / 2] <= s.d.sequences) CHECK(many.travel[RA_INFER_PASS_KV] > 0);
+            CHECK(merges == (many.travel[RA_INFER_MERGE] > 0));
             outcome_free(&many);
         }
         outcome_free(&one);
@@ -629,6 +631,7 @@ TEST(pages) {
             s.threads = 1 + h_below(&r, 3);
             for (int32_t travel = RA_INFER_PASS_Q; travel <= RA_INFER_MERGE; travel++) {
                 outcome many;
+                if (s.cd.queries == RA_QUERIES_ALL && travel == RA_INFER_PASS_KV) continue;
                 s.cd.travel = travel;
                 many = script_run(&s, n);
                 same_bits(&s, &many, &plain);
@@ -642,18 +645,16 @@ TEST(pages) {
     }
 }
 
-/* Without a number of lanes prompts over shared memory have the bits of one rank: for every number
- * of ranks and threads, with pages, and if every rank passes all queries. */
-TEST(prompts_by_position) {
+/* Prompts in pieces of more than a block have the bits of one rank: for every number of ranks and
+ * threads, with pages, and if every rank passes all queries. */
+TEST(prompts) {
     static const int32_t ranks[] = { 2, 3, 4, 8 };
     for (int64_t i = 0; i < 8; i++) {
         h_rng r = h_case_rng(i);
         script s;
         outcome one, many;
-        int64_t prompts = 0;
         if (!h_case(i)) continue;
         s = script_case(i);
-        s.cd.lanes = 0;
         if (i == 2) s.d.q_dtype = RA_BF16;
         if (i == 3) { s.d.mask.window = 100; s.d.mask.keep = 4; }
         if (i == 4) s.d.scores = RA_SCORE_SINKS | RA_SCORE_ALIBI;
@@ -662,25 +663,20 @@ TEST(prompts_by_position) {
         script_fill(&s, &r);
         if (i == 6) { s.d.v_in_k = 1; s.d.v_dtype = 0; }
         grow(&s, &r, 300);
-        for (int32_t step = 0; step < s.steps; step++) {
-            int any = 0;
+        for (int32_t step = 0; step < s.steps; step++)
             for (int32_t b = 0; b < s.d.sequences; b++) {
                 s.cached[step][b] = step ? s.cached[step - 1][b] + s.fresh[step - 1][b] : 0;
                 s.fresh[step][b] = (step + b) % 4 ? RA_BLOCK_TOKENS + h_below(&r, 80) : 0;
                 if (s.cached[step][b] + s.fresh[step][b] > s.d.kv_tokens) s.fresh[step][b] = 0;
-                any |= s.fresh[step][b] > 0;
             }
-            prompts += any;
-        }
         one = script_run(&s, 1);
         if (!s.d.v_in_k) compare(&s, &one, &r, tolerance(&s));
         for (int j = 0; j < 4; j++) {
             s.page = j % 2 ? 1 + h_below(&r, 5) : 0;
             s.threads = 1 + h_below(&r, 3);
-            s.cd.travel = h_below(&r, 2) ? RA_INFER_AUTO : RA_INFER_PASS_KV;
+            s.cd.travel = any_travel(&s, &r);
             many = script_run(&s, ranks[j]);
             same_bits(&s, &many, &one);
-            CHECK_EQ(many.travel[RA_INFER_PASS_KV], prompts);
             outcome_free(&many);
         }
         outcome_free(&one);
@@ -1303,74 +1299,48 @@ static ra_status create(const ra_desc *d, const ra_cache_desc *cd, ra_error *why
     return s;
 }
 
-/* What travels on 4 ranks. If messages are copied, keys travel if that moves fewer bytes to a rank
- * than queries and partial results, counting 9 us for each rank that they come from: 64 new tokens
- * after 256 bring 246 KB of keys to a rank or 198 KB, 256 after 256 bring 393 or 793. If memory is
- * shared only addresses travel: a call is a pool if it can have a portion for each rank. If not,
- * 3.5 us per other rank are set against the 9, and idle ranks against their share of the work. */
+/* What travels on 4 ranks: keys if that moves fewer bytes to a rank than queries and partial
+ * results, counting 9 us for each rank that they come from. 64 new tokens after 256 bring 246 KB of
+ * keys to a rank or 198 KB, 256 after 256 bring 393 or 793. */
 TEST(chosen_by_cost) {
-    static const struct { int64_t fresh, cached; int32_t copying, shared; } list[] = {
-        { 1, 256, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
-        { 4, 256, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
-        { 16, 32768, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
-        { 32, 32768, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
-        { 8, 0, RA_INFER_PASS_KV, RA_INFER_PASS_Q },       /* all on one rank */
-        { 16, 0, RA_INFER_PASS_KV, RA_INFER_PASS_KV },
-        { 8, 256, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
-        { 8, 2048, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
-        { 16, 256, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
-        { 16, 1024, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
-        { 16, 2048, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
-        { 64, 0, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
-        { 64, 256, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
-        { 64, 2048, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
-        { 256, 256, RA_INFER_PASS_KV, RA_INFER_PASS_KV },
-        { 256, 2048, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
-        { 1024, 2048, RA_INFER_PASS_KV, RA_INFER_PASS_KV },
-        { 1024, 32768, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
+    static const struct { int64_t fresh, cached; int32_t travel; } list[] = {
+        { 1, 256, RA_INFER_PASS_Q }, { 4, 256, RA_INFER_PASS_Q }, { 16, 32768, RA_INFER_PASS_Q },
+        { 8, 0, RA_INFER_PASS_KV },    /* all on one rank */
+        { 16, 0, RA_INFER_PASS_KV }, { 8, 256, RA_INFER_PASS_Q }, { 16, 1024, RA_INFER_PASS_Q },
+        { 64, 0, RA_INFER_PASS_Q }, { 64, 256, RA_INFER_PASS_Q }, { 256, 256, RA_INFER_PASS_KV },
+        { 256, 2048, RA_INFER_PASS_Q }, { 1024, 2048, RA_INFER_PASS_KV },
+        { 1024, 32768, RA_INFER_PASS_Q },
     };
     ra_desc d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
+    ra_infer_report report;
     ra_cache *c = NULL;
     ra_world *world = NULL;
     ra_world_desc wd = { 0 };
-    ra_desc same;
     wd.ranks = d.ranks = 4;
     d.tokens = 1024;
     d.kv_tokens = 1024 + 32768;
     CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
     if (!world) return;
-    for (int shared = 0; shared < 2; shared++) {
-        ra_transport net = *ra_world_transport(world, 0);
-        if (!shared) net.caps &= ~(uint32_t)RA_CAP_SHARED;
-        CHECK_EQ(ra_cache_create(&c, &d, &net, NULL), RA_OK);
-        for (size_t i = 0; c && i < sizeof list / sizeof *list; i++) {
-            ra_infer_report report;
-            const int32_t travel = shared ? list[i].shared : list[i].copying;
-            CHECK_EQ(ra_infer_query(c, &list[i].cached, &list[i].fresh, &report), RA_OK);
-            CHECK_EQ(report.travel, travel);
-            if (!shared || (list[i].fresh > 4 && list[i].fresh <= 16))
-                CHECK(report.keys_s <= 0 || (travel == RA_INFER_PASS_KV) ==
-                                                (report.keys_s < report.queries_s));
-            if (!shared && travel == RA_INFER_PASS_KV) CHECK(report.keys_s > 0);
-            CHECK_EQ(report.bits_any_call, 0);
-            if (!shared || travel == RA_INFER_PASS_Q) continue;
-            CHECK_EQ(report.messages_out, 6);
-            CHECK_EQ(report.bytes_out, 3 * (128 + 64));
-        }
-        CHECK_EQ(ra_cache_destroy(c), RA_OK);
-        same = d;
-        same.form = RA_FORM_SAME;
-        CHECK_EQ(ra_cache_create(&c, &same, &net, NULL), RA_OK);
-        ra_infer_report report;
-        CHECK_EQ(ra_infer_query(c, &list[0].cached, &list[0].fresh, &report), RA_OK);
-        CHECK_EQ(report.bits_any_call, 1);
-        CHECK_EQ(ra_cache_destroy(c), RA_OK);
+    CHECK_EQ(ra_cache_create(&c, &d, ra_world_transport(world, 0), NULL), RA_OK);
+    for (size_t i = 0; c && i < sizeof list / sizeof *list; i++) {
+        h_context("fresh %d, cached %d", (int)list[i].fresh, (int)list[i].cached);
+        CHECK_EQ(ra_infer_query(c, &list[i].cached, &list[i].fresh, &report), RA_OK);
+        CHECK_EQ(report.travel, list[i].travel);
+        CHECK((report.travel == RA_INFER_PASS_KV) ==   /* 0: they do not fit into a message */
+              (report.keys_s > 0 && report.keys_s < report.queries_s));
+        CHECK_EQ(report.bits_any_call, 0);
     }
+    CHECK_EQ(ra_cache_destroy(c), RA_OK);
+    d.form = RA_FORM_SAME;
+    CHECK_EQ(ra_cache_create(&c, &d, ra_world_transport(world, 0), NULL), RA_OK);
+    CHECK_EQ(ra_infer_query(c, &list[0].cached, &list[0].fresh, &report), RA_OK);
+    CHECK_EQ(report.bits_any_call, 1);
+    CHECK_EQ(ra_cache_destroy(c), RA_OK);
     ra_world_destroy(world);
 }
 
 /* The bits_any_call of a cache of 2 ranks with this many heads per KV head. */
-static int32_t any_call(int32_t group, int shared, int32_t lanes, int32_t form) {
+static int32_t any_call(int32_t group, int32_t lanes, int32_t form) {
     const int64_t cached = 10, fresh = 3;
     ra_desc d = ra_desc_make(group, 1, 32, RA_F32, RA_MASK_CAUSAL);
     ra_infer_report report = { 0 };
@@ -1384,27 +1354,24 @@ static int32_t any_call(int32_t group, int shared, int32_t lanes, int32_t form) 
     wd.ranks = d.ranks = 2;
     CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
     if (!world) return -1;
-    ra_transport net = *ra_world_transport(world, 0);
-    if (!shared) net.caps &= ~(uint32_t)RA_CAP_SHARED;
-    CHECK_EQ(ra_cache_create(&c, &d, &net, &cd), RA_OK);
+    CHECK_EQ(ra_cache_create(&c, &d, ra_world_transport(world, 0), &cd), RA_OK);
     CHECK_EQ(ra_infer_query(c, &cached, &fresh, &report), RA_OK);
     CHECK_EQ(ra_cache_destroy(c), RA_OK);
     ra_world_destroy(world);
     return report.bits_any_call;
 }
 
-/* More than 16 heads per KV head always take the form of prefill. Then the bits of a row depend on
- * the call only if prompts are summed by position, which RA_FORM_SAME excludes. */
+/* More than 16 heads per KV head always take the form of prefill, so that the bits of a row depend
+ * on no call. */
 TEST(chosen_bits) {
     h_rng r = h_case_rng(0);
     script s = script_new(17, 1, 32, RA_F32, 160);
     outcome whole, parts;
-    for (int shared = 0; shared < 2; shared++) {
-        CHECK_EQ(any_call(16, shared, 0, RA_FORM_AUTO), 0);
-        CHECK_EQ(any_call(16, shared, 0, RA_FORM_SAME), 1);
-        CHECK_EQ(any_call(17, shared, 0, RA_FORM_AUTO), !shared);
-        CHECK_EQ(any_call(17, shared, 8, RA_FORM_AUTO), 1);
-        CHECK_EQ(any_call(17, shared, 0, RA_FORM_SAME), 1);
+    for (int32_t lanes = 0; lanes <= 8; lanes += 8) {
+        CHECK_EQ(any_call(16, lanes, RA_FORM_AUTO), 0);
+        CHECK_EQ(any_call(16, lanes, RA_FORM_SAME), 1);
+        CHECK_EQ(any_call(17, lanes, RA_FORM_AUTO), 1);
+        CHECK_EQ(any_call(17, lanes, RA_FORM_SAME), 1);
     }
     s.cd.lanes = 0;
     s.d.form = RA_FORM_SAME;
@@ -1425,7 +1392,7 @@ TEST(chosen_bits) {
     script_free(&s);
 }
 
-/* What AUTO chooses on a rank for one sequence, with these rates, if messages are copied. */
+/* What AUTO chooses on a rank for one sequence, with these rates. */
 static int32_t travel_by_rates(const ra_rates *rates, int32_t rank, int32_t q_heads, int64_t fresh,
                             int64_t cached) {
     ra_desc d = ra_desc_make(q_heads, 2, 64, RA_F32, RA_MASK_CAUSAL);
@@ -1440,9 +1407,7 @@ static int32_t travel_by_rates(const ra_rates *rates, int32_t rank, int32_t q_he
     if (rates) d.rates = *rates;
     CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
     if (!world) return -1;
-    ra_transport net = *ra_world_transport(world, rank);
-    net.caps &= ~(uint32_t)RA_CAP_SHARED;
-    CHECK_EQ(ra_cache_create(&c, &d, &net, NULL), RA_OK);
+    CHECK_EQ(ra_cache_create(&c, &d, ra_world_transport(world, rank), NULL), RA_OK);
     CHECK_EQ(ra_infer_query(c, &cached, &fresh, &report), RA_OK);
     CHECK_EQ(ra_cache_destroy(c), RA_OK);
     ra_world_destroy(world);
@@ -1468,9 +1433,8 @@ TEST(chosen_by_rates) {
     }
 }
 
-/* What a call would do on rank 0 if `live` of the 8 sequences have a new token, after `past`. */
-static ra_infer_report one_token_after(int32_t ranks, int shared, int32_t queries, int live,
-                                       int64_t past) {
+/* What a call would do on rank 0 if `live` of the 8 sequences have a new token, after 1000. */
+static ra_infer_report one_token_each(int32_t ranks, int32_t queries, int live) {
     ra_desc d = ra_desc_make(32, 8, 128, RA_F32, RA_MASK_CAUSAL);
     int64_t cached[8] = { 0 }, fresh[8] = { 0 };
     ra_infer_report report = { 0 };
@@ -1479,7 +1443,7 @@ static ra_infer_report one_token_after(int32_t ranks, int shared, int32_t querie
     ra_world *world = NULL;
     ra_cache *c = NULL;
     for (int b = 0; b < live; b++) {
-        cached[b] = past;
+        cached[b] = 1000;
         fresh[b] = 1;
     }
     wd.ranks = d.ranks = ranks;
@@ -1489,17 +1453,11 @@ static ra_infer_report one_token_after(int32_t ranks, int shared, int32_t querie
     cd.queries = queries;
     CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
     if (!world) return report;
-    ra_transport net = *ra_world_transport(world, 0);
-    if (!shared) net.caps &= ~(uint32_t)RA_CAP_SHARED;
-    CHECK_EQ(ra_cache_create(&c, &d, &net, &cd), RA_OK);
+    CHECK_EQ(ra_cache_create(&c, &d, ra_world_transport(world, 0), &cd), RA_OK);
     CHECK_EQ(ra_infer_query(c, cached, fresh, &report), RA_OK);
     CHECK_EQ(ra_cache_destroy(c), RA_OK);
     ra_world_destroy(world);
     return report;
-}
-
-static ra_infer_report one_token_each(int32_t ranks, int shared, int32_t queries, int live) {
-    return one_token_after(ranks, shared, queries, live, 1000);
 }
 
 /* Partial results of a row have 16512 bytes. Two exchanges receive a quarter of them from each of 3
@@ -1507,64 +1465,17 @@ static ra_infer_report one_token_each(int32_t ranks, int shared, int32_t queries
 TEST(chosen_merges) {
     for (int live = 1; live <= 8; live++) {
         const int64_t row = 32 * 129 * 4, two = live >= 4;
-        for (int shared = 0; shared < 2; shared++) {
-            const ra_infer_report all = one_token_each(4, shared, RA_QUERIES_ALL, live);
-            if (shared && live >= 4) {         /* a pool: a sequence for each rank */
-                CHECK_EQ(all.travel, RA_INFER_PASS_KV);
-                CHECK_EQ(all.bytes_in, 3 * (128 + 64));
-                continue;
-            }
-            CHECK_EQ(all.travel, two ? RA_INFER_MERGE : RA_INFER_PASS_Q);
-            CHECK_EQ(all.messages_in, two ? 6 : 3);
-            CHECK_EQ(all.bytes_in, two ? 6 * (64 + live * row / 4) : 3 * (64 + live * row));
-            CHECK_EQ(all.bytes_out, all.bytes_in);
-        }
+        const ra_infer_report all = one_token_each(4, RA_QUERIES_ALL, live);
+        CHECK_EQ(all.travel, two ? RA_INFER_MERGE : RA_INFER_PASS_Q);
+        CHECK_EQ(all.messages_in, two ? 6 : 3);
+        CHECK_EQ(all.bytes_in, two ? 6 * (64 + live * row / 4) : 3 * (64 + live * row));
+        CHECK_EQ(all.bytes_out, all.bytes_in);
     }
-    /* No pool if a lane has a leaf of 1024 keys: the longest has 1023, then 1024. */
-    CHECK_EQ(one_token_after(4, 1, RA_QUERIES_ALL, 8, 4030).travel, RA_INFER_PASS_KV);
-    CHECK_EQ(one_token_after(4, 1, RA_QUERIES_ALL, 8, 4047).travel, RA_INFER_MERGE);
-    CHECK_EQ(one_token_after(4, 1, RA_QUERIES_OWN, 8, 1000).travel, RA_INFER_PASS_Q);
-    CHECK_EQ(one_token_each(2, 0, RA_QUERIES_ALL, 8).travel, RA_INFER_PASS_Q);
-    CHECK_EQ(one_token_each(8, 0, RA_QUERIES_OWN, 1).travel, RA_INFER_PASS_Q);
-    CHECK_EQ(one_token_each(8, 0, RA_QUERIES_OWN, 2).travel, RA_INFER_MERGE);
-    CHECK_EQ(one_token_each(8, 1, RA_QUERIES_OWN, 2).travel, RA_INFER_PASS_Q);
-    CHECK_EQ(one_token_each(64, 0, RA_QUERIES_ALL, 1).messages_in, 6);         /* a tree */
-    CHECK_EQ(one_token_each(32, 0, RA_QUERIES_ALL, 1).messages_in, 62);
-    CHECK_EQ(one_token_each(64, 0, RA_QUERIES_OWN, 8).messages_in, 64);        /* two exchanges */
-}
-
-/* By rates for which few messages are worth more bytes, MERGE is a tree where ranks are a power of
- * two: a message in each step, and the bits of one rank. */
-TEST(merge_trees) {
-    const ra_rates rates = { 1e12, 1e12, 1e-7 };
-    for (int64_t i = 0; i < 6; i++) {
-        static const int32_t ranks[] = { 4, 8, 4, 8, 2, 6 };
-        h_rng r = h_case_rng(i);
-        script s;
-        outcome one, many;
-        if (!h_case(i)) continue;
-        s = script_new(4, 2, 32, i % 2 ? RA_F32 : RA_BF16, 400);
-        s.d.sequences = 1 + (int32_t)(i % 3);
-        s.d.rates = rates;
-        s.d.tokens = 12;
-        s.cd.queries = RA_QUERIES_ALL;
-        if (i == 3) s.cd.lanes = 32;
-        if (i == 1) s.d.scores = RA_SCORE_SINKS;
-        script_fill(&s, &r);
-        grow(&s, &r, 200);
-        one = script_run(&s, 1);
-        compare(&s, &one, &r, tolerance(&s));
-        for (s.level_0 = 0; s.level_0 < 3; s.level_0++) {
-            s.threads = 1 + h_below(&r, 3);
-            s.cd.travel = i > 1 || !s.level_0 ? RA_INFER_MERGE : RA_INFER_AUTO;
-            many = script_run(&s, ranks[i]);
-            same_bits(&s, &many, &one);
-            CHECK_EQ(many.most, ranks[i] == 4 ? 2 : ranks[i] == 8 ? 3 : 2 * (ranks[i] - 1));
-            outcome_free(&many);
-        }
-        outcome_free(&one);
-        script_free(&s);
-    }
+    CHECK_EQ(one_token_each(2, RA_QUERIES_ALL, 8).travel, RA_INFER_PASS_Q);
+    CHECK_EQ(one_token_each(8, RA_QUERIES_OWN, 1).travel, RA_INFER_PASS_Q);
+    CHECK_EQ(one_token_each(8, RA_QUERIES_OWN, 2).travel, RA_INFER_MERGE);
+    CHECK_EQ(one_token_each(32, RA_QUERIES_ALL, 1).messages_in, 62);
+    CHECK_EQ(one_token_each(64, RA_QUERIES_OWN, 8).messages_in, 64);
 }
 
 TEST(refusals) {
@@ -1692,7 +1603,7 @@ static ra_status narrow_rank(ra_world *world, int rank, void *user) {
     s.d.tokens = 2;
     s.d.ranks = 2;
     s.d.rank = rank;
-    s.cd.travel = RA_INFER_PASS_KV;
+    s.cd.travel = RA_INFER_PASS_Q;
     s.cd.lanes = 0;
     net.ctx = &x;
     net.post = narrow_post;
@@ -1708,8 +1619,7 @@ static ra_status narrow_rank(ra_world *world, int rank, void *user) {
     return RA_OK;
 }
 
-/* A cache is refused exactly if one of its messages is longer than the network takes, including
- * those that say where a rank stores its keys. */
+/* A cache is refused exactly if one of its messages is longer than the network takes. */
 TEST(longest_messages) {
     for (int32_t heads = 1; heads <= 8; heads += 7) {
         narrow_run wide = { 0 }, x;
@@ -1717,7 +1627,7 @@ TEST(longest_messages) {
         wide.heads = heads;
         CHECK_EQ(ra_world_run(2, narrow_rank, &wide, NULL), RA_OK);
         CHECK(wide.end[0] == RA_OK && wide.end[1] == RA_OK && wide.longest[0] == wide.longest[1]);
-        for (size_t most = 64; most <= 256; most += 8) {
+        for (size_t most = 64; most <= 448; most += 8) {
             const ra_status due = most < wide.longest[0] ? RA_E_TRANSPORT : RA_OK;
             memset(&x, 0, sizeof x);
             x.most = most;
@@ -1785,11 +1695,11 @@ static ra_status spoilt_rank(ra_world *world, int rank, void *user) {
     s.cd.travel = its->travel;
     s.cd.queries = its->queries;
     s.cd.checksums = its->checksums;
-    net.caps &= ~(uint32_t)RA_CAP_SHARED;
     net.ctx = zero.ctx = &x;
     net.post = spoil_post;
     net.poll = spoil_poll;
     net.wait = NULL;
+    net.caps &= ~(uint32_t)RA_CAP_SHARED;              /* which needs quiesce */
     net.quiesce = NULL;
     net.abort = spoil_abort;
     zero.sendrecv = spoil_sendrecv;
@@ -1945,12 +1855,10 @@ static void refused_travelling_pages(ra_desc d, ra_tensors t) {
     t.pages.table = table;
     CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
     for (int keys = 0; keys < 2 && world; keys++) {
-        ra_transport net = *ra_world_transport(world, 0);
         ra_cache_desc cd = { 0 };
         ra_cache *c = NULL;
-        net.caps &= ~(uint32_t)RA_CAP_SHARED;
         cd.travel = keys ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
-        CHECK_EQ(ra_cache_create(&c, &d, &net, &cd), RA_OK);
+        CHECK_EQ(ra_cache_create(&c, &d, ra_world_transport(world, 0), &cd), RA_OK);
         CHECK_EQ(ra_infer_begin(c, &t, &cached, &fresh, 0), keys ? RA_E_RANGE : RA_OK);
         ra_infer_cancel(c);
         while (ra_infer_step(c, 0) > 0) { }
@@ -2227,13 +2135,13 @@ TEST(failures) {
 }
 
 /* The last of three ranks differs from the others in one agreed value. */
-enum { APART_QUERIES, APART_FRESH, APART_CACHED, APART_MASK, APART_LANES, APART_DEFAULT_LANES,
+enum { APART_QUERIES, APART_FRESH, APART_CACHED, APART_MASK, APART_LANES,
        APART_TRAVEL, APART_NEW_TOKENS, APART_TOKENS, APART_DTYPE, APART_SCALE, APART_ALIBI,
-       APART_SINKS, APART_FORM, APART_RATES, APART_ISA, APART_MAX_MSG, APART_CHECKSUMS, APARTS };
+       APART_SINKS, APART_FORM, APART_RATES, APART_MAX_MSG, APART_CHECKSUMS, APARTS };
 static const char *const apart_field[APARTS] = {
-    "cache.queries", "cached or fresh", "cached or fresh", "mask", "cache.lanes", "cache.lanes",
+    "cache.queries", "cached or fresh", "cached or fresh", "mask", "cache.lanes",
     "cache.travel", "cache.new_tokens", "(kv_)tokens", "dtypes", "scale", "alibi", "sinks", "form",
-    "rates", "isa", "transport", "checksums" };
+    "rates", "transport", "checksums" };
 enum { APART_RANKS = 3 };
 typedef struct apart {
     int what, level_0;                 /* level_0: as in script */
@@ -2249,7 +2157,6 @@ static void apart_change(const apart *x, ra_desc *d, ra_cache_desc *cd, ra_trans
     case APART_CACHED: --*cached; break;
     case APART_MASK: d->mask.window = 7; break;
     case APART_LANES: cd->lanes = 4; break;
-    case APART_DEFAULT_LANES: cd->lanes = 3; break;    /* as many, but not by position */
     case APART_TRAVEL: cd->travel = RA_INFER_MERGE; break;
     case APART_NEW_TOKENS: cd->new_tokens = 90; break;
     case APART_TOKENS: d->tokens--; break;
@@ -2257,7 +2164,6 @@ static void apart_change(const apart *x, ra_desc *d, ra_cache_desc *cd, ra_trans
     case APART_SCALE: d->scale = 0.25f; break;
     case APART_FORM: d->form = RA_FORM_SAME; break;
     case APART_RATES: d->rates.flops_per_s = 1e12; break;
-    case APART_ISA: d->isa = RA_ISA_SCALAR; break;
     case APART_MAX_MSG: net->max_msg = 1 << 17; break;
     case APART_CHECKSUMS: cd->checksums = 1; break;
     }
@@ -2282,10 +2188,9 @@ static ra_status apart_rank(ra_world *world, int rank, void *user) {
     d.ranks = APART_RANKS;
     d.rank = rank;
     d.rates.flops_per_s = d.rates.link_bytes_per_s = 1e11;
-    if (x->level_0) net.caps &= ~(uint32_t)RA_CAP_SHARED;
     if (last) apart_change(x, &d, &cd, &net, &cached, &fresh);
     zero.max_msg = net.max_msg;
-    x->end[rank] = ra_cache_create(&c, &d, x->level_0 == 1 ? &zero : &net, &cd);
+    x->end[rank] = ra_cache_create(&c, &d, x->level_0 ? &zero : &net, &cd);
     if (!x->end[rank]) x->end[rank] = ra_infer(c, &t, &cached, &fresh, ra_deadline_ms(20000));
     x->why[rank] = *ra_cache_error(c);
     ra_world_leave(world, rank, x->end[rank]);
@@ -2297,15 +2202,12 @@ static ra_status apart_rank(ra_world *world, int rank, void *user) {
 
 /* Ranks that disagree name what they disagree about, also where lengths of messages differ. */
 TEST(disagreements) {
-    for (int i = 0; i < 3 * APARTS; i++) {
+    for (int i = 0; i < 2 * APARTS; i++) {
         apart x = { 0 };
         int named = 0;
-        x.what = i / 3;
-        x.level_0 = i % 3;
-        if (x.level_0 ? x.what == APART_ISA || x.what == APART_DEFAULT_LANES
-                      : x.what == APART_MAX_MSG) continue;
-        if (x.level_0 == 1 && x.what != APART_FRESH) continue;
-        if (x.what == APART_ISA && ra_isa_best() == RA_ISA_SCALAR) continue;
+        x.what = i / 2;
+        x.level_0 = i % 2;
+        if (x.level_0 && x.what != APART_FRESH) continue;
         h_context("what %d, level_0 %d", x.what, x.level_0);
         (void)ra_world_run(APART_RANKS, apart_rank, &x, NULL);
         for (int r = 0; r < APART_RANKS; r++) {
@@ -2318,10 +2220,10 @@ TEST(disagreements) {
     }
 }
 
-/* Three ranks that read and write each other's tensors, or four that merge in a tree, one of which
- * ends in the middle of a call. Once its call has failed (ra_infer), or its cache is destroyed
- * (ra_infer_step), a rank overwrites its tensors: sanitizers see who still uses them. */
-typedef struct ending { int what, spins, tree, queries; ra_status end[4]; } ending;
+/* Three ranks, one of which ends in the middle of a call. Once its call has failed (ra_infer), or
+ * its cache is destroyed (ra_infer_step), a rank overwrites its tensors: sanitizers see who still
+ * uses them. */
+typedef struct ending { int what, spins, queries; ra_status end[3]; } ending;
 typedef struct canceller { ra_cache *c; int spins; } canceller;
 enum { END_CANCEL, END_DEADLINE, END_STEPS, END_LEAVE, ENDS };
 
@@ -2364,12 +2266,11 @@ static ra_status ending_rank(ra_world *world, int rank, void *user) {
     memset(room, 0, BYTES);
     t.k.data = room; t.v.data = room + ROWS; t.q.data = room + 2 * ROWS; t.o.data = room + 4 * ROWS;
     d.tokens = 200;
-    d.ranks = 3 + x->tree;
+    d.ranks = 3;
     d.rank = rank;
-    s.cd.travel = x->tree ? RA_INFER_MERGE : RA_INFER_PASS_KV;
+    s.cd.travel = x->queries == RA_QUERIES_ALL ? RA_INFER_MERGE : RA_INFER_PASS_KV;
     s.cd.queries = x->queries;
     s.cd.lanes = 0;
-    if (x->tree) d.rates.flops_per_s = d.rates.link_bytes_per_s = 1e12;
     ra_status end = ra_cache_create(&by.c, &d, ra_world_transport(world, rank), &s.cd);
     if (end) return end;
     by.spins = x->spins;
@@ -2393,18 +2294,17 @@ TEST(ends_in_the_middle_of_a_call) {
         int64_t left = i;
         if (!h_case(i)) continue;
         x.what = h_pick(&left, ENDS);
-        x.tree = h_pick(&left, 2);
-        x.queries = x.tree || h_pick(&left, 2) ? RA_QUERIES_ALL : RA_QUERIES_OWN;
+        x.queries = h_pick(&left, 2) ? RA_QUERIES_ALL : RA_QUERIES_OWN;
         x.spins = h_below(&r, 300);
-        (void)ra_world_run(3 + x.tree, ending_rank, &x, NULL);
-        for (int rank = 0; rank < 3 + x.tree; rank++)
+        (void)ra_world_run(3, ending_rank, &x, NULL);
+        for (int rank = 0; rank < 3; rank++)
             CHECK(x.end[rank] < 0 && x.end[rank] != RA_E_UNSAFE);
         if (x.what == END_DEADLINE) CHECK_EQ(x.end[1], RA_E_TIMEOUT);
         if (x.what == END_CANCEL || x.what == END_STEPS) CHECK_EQ(x.end[1], RA_E_CANCELLED);
     }
 }
 
-/* A call that ends before another rank can know its tensors does not wait for that rank. With
+/* A call that ends before another rank takes part does not wait for that rank. With
  * `rests` two ranks begin the second call, and the third one, which took part in the first, does
  * not. The two wait for each other and not for it. */
 typedef struct unknown { int cancel, rests, ended, met; ra_status call, gone; } unknown;
@@ -2460,13 +2360,13 @@ TEST(ends_before_others_know) {
 }
 
 static const h_test tests[] = {
-    ENTRY(ranks_and_travel), ENTRY(unlike_dtypes), ENTRY(pools_of_all_queries), ENTRY(pages),
-    ENTRY(prompts_by_position), ENTRY(ring_buffers), ENTRY(attention_pages),
+    ENTRY(ranks_and_travel), ENTRY(unlike_dtypes), ENTRY(all_queries), ENTRY(pages),
+    ENTRY(prompts), ENTRY(ring_buffers), ENTRY(attention_pages),
     ENTRY(shared_prefixes), ENTRY(shared_prefixes_are_one_portion),
     ENTRY(threads_share_heads), ENTRY(long_caches), ENTRY(lanes_and_weights),
     ENTRY(chosen_lanes), ENTRY(drafts_are_exact),
     ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(chosen_by_cost), ENTRY(chosen_by_rates),
-    ENTRY(chosen_bits), ENTRY(chosen_merges), ENTRY(merge_trees),
+    ENTRY(chosen_bits), ENTRY(chosen_merges),
     ENTRY(refusals), ENTRY(refused_ranges),
     ENTRY(longest_messages), ENTRY(checksums), ENTRY(watchdogs),
     ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(new_tokens_in_pages),

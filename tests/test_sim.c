@@ -1237,9 +1237,8 @@ TEST(differing_routes) {
 }
 
 /* -------------------------------------------------------------------------- caches
- * Sharded caches on the same network: pools (without lanes by position), keys or queries that
- * travel, exchanges and trees of MERGE. What ends well on a rank has the bits of one rank, also if
- * something fails elsewhere. */
+ * Sharded caches on the same network: keys or queries that travel, one exchange or two. What ends
+ * well on a rank has the bits of one rank, also if something fails elsewhere. */
 enum { CACHE_B = 3, CACHE_KV = 230, CACHE_DIM = 16, CACHE_ROW = 4 * CACHE_DIM, CACHE_CALLS = 3,
        CACHE_ROWS = CACHE_B * CACHE_KV, CACHE_LANES = 48 };
 
@@ -1258,7 +1257,7 @@ typedef struct cache_world {
     int64_t cached[CACHE_B], fresh[CACHE_B];
     float kv[CACHE_ROWS * CACHE_ROW / 2], q[CACHE_ROWS * CACHE_ROW], o[CACHE_ROWS * CACHE_ROW];
     cache_seat *seat;                  /* [ranks] */
-    int ranks, trees, pools, wrong;
+    int ranks, merges, keys, wrong;
     uint32_t tick_ns;                  /* a step takes less */
 } cache_world;
 
@@ -1312,8 +1311,7 @@ static void cache_random(cache_world *w) {
     small_net_limits(&c);
     c.told = 1 + (int)small_rand(2);
     c.any_peer = 1;
-    c.shared = small_chance(30);
-    c.max_ops = c.shared ? 64 : small_chance(40) ? 0 : (uint32_t)small_range(2, 40);
+    c.max_ops = small_chance(40) ? 0 : (uint32_t)small_range(2, 40);
     c.reg = (int)small_rand(3);
     w->d = ra_desc_make(4, 2, CACHE_DIM, RA_F32, RA_MASK_CAUSAL);
     w->d.sequences = small_range(1, CACHE_B);
@@ -1323,18 +1321,17 @@ static void cache_random(cache_world *w) {
     if (small_chance(60)) w->d.rates.flops_per_s = w->d.rates.link_bytes_per_s = 1e12;
     w->cd.queries = small_chance(60) ? RA_QUERIES_ALL : RA_QUERIES_OWN;
     w->cd.travel = (int32_t)small_rand(4);
-    if (w->cd.queries && w->cd.travel == RA_INFER_PASS_KV && !c.shared)
-        w->cd.travel = RA_INFER_MERGE;
+    if (w->cd.queries && w->cd.travel == RA_INFER_PASS_KV) w->cd.travel = RA_INFER_MERGE;
+    w->cd.checksums = small_chance(50);
     w->cd.lanes = small_chance(70) ? w->ranks * small_range(1, 3) : w->ranks + small_range(0, 9);
-    if (c.shared && w->d.tokens == 90 && w->cd.travel % 2 == 0) w->cd.lanes = 0;
     w->net = net_create(&c);
     w->seat = (cache_seat *)calloc((size_t)w->ranks, sizeof *w->seat);
     if (!w->seat) abort();
     for (int i = 0; i < CACHE_ROWS * CACHE_ROW; i++) w->q[i] = small_float();
     for (int i = 0; i < CACHE_ROWS * CACHE_ROW / 2; i++) w->kv[i] = small_float();
-    h_context("P %d lanes %d queries %d travel %d B %d tokens %lld shared %d told %d ops %u",
+    h_context("P %d lanes %d queries %d travel %d B %d tokens %lld checksums %d told %d ops %u",
               w->ranks, w->cd.lanes, w->cd.queries, w->cd.travel, w->d.sequences,
-              (long long)w->d.tokens, c.shared, c.told, c.max_ops);
+              (long long)w->d.tokens, w->cd.checksums, c.told, c.max_ops);
 }
 
 /* Steps random threads of random ranks until all calls have ended. If nothing happens for long, a
@@ -1362,8 +1359,6 @@ static int cache_call(cache_world *w, cache_seat *one) {
     int fine = 1;
     for (int32_t b = 0; b < w->d.sequences; b++) {
         w->fresh[b] = small_chance(20) ? 0 : small_range(1, (int)w->d.tokens);
-        if (!w->cd.lanes && w->fresh[b]) w->fresh[b] = small_range(RA_BLOCK_TOKENS, 90);
-        if (!w->cd.lanes && small_chance(20)) w->fresh[b] = RA_BLOCK_TOKENS;
         w->cached[b] = small_range(0, CACHE_KV - (int)w->fresh[b]);
     }
     for (int i = -1; i < w->ranks && !w->wrong; i++) {
@@ -1380,9 +1375,8 @@ static int cache_call(cache_world *w, cache_seat *one) {
         if (i < 0) continue;
         cache_rows(w, s, CACHE_QUERIES);
         SOUND(w, !ra_infer_query(s->c, w->cached, w->fresh, &report));
-        w->trees += report.travel == RA_INFER_MERGE && report.messages_in > 1 &&
-                    report.messages_in < w->ranks - 1;
-        w->pools += w->net->c.shared && report.travel == RA_INFER_PASS_KV;
+        w->merges += report.travel == RA_INFER_MERGE;
+        w->keys += report.travel == RA_INFER_PASS_KV;
         s->end = ra_infer_begin(s->c, &s->t, w->cached, w->fresh, 0);
         SOUND(w, s->end == RA_OK);
         s->end = RA_WAIT;
@@ -1398,14 +1392,14 @@ static int cache_call(cache_world *w, cache_seat *one) {
 
 /* Something that caches notice: a frame is damaged, a length differs, a message is lost, doubled,
  * late or old, or the network fails. */
-static void cache_fault(net_fault *f, int ranks) {
+static void cache_fault(net_fault *f, int ranks, int checksums) {
     static const int kinds[] = { NET_DAMAGE, NET_SHORT, NET_LONG, NET_TRUNC, NET_DOUBLE, NET_DROP,
                                  NET_SWAP, NET_STALE, NET_RECV_FAILS, NET_SEND_FAILS,
                                  NET_POST_FAILS, NET_POLL_FAILS };
     f->kind = kinds[small_rand(12)];
     f->rank = (int)small_rand((uint32_t)ranks);
     f->at = (int64_t)small_rand(small_chance(50) ? 5 : 60);
-    f->byte = (int)small_rand(64);
+    f->byte = small_range(0, checksums ? 1 << 20 : 63);
     f->value = f->kind == NET_DAMAGE ? 1 << small_rand(8) : f->kind <= NET_LONG ? 8 : RA_E_IO;
 }
 
@@ -1416,7 +1410,7 @@ static int one_cache(h_rng rng, int faulty, int64_t tally[2]) {
     int calls = 0;
     small_seed(rng.state);
     cache_random(&w);
-    if (faulty) cache_fault(&w.net->c.fault, w.ranks);
+    if (faulty) cache_fault(&w.net->c.fault, w.ranks, w.cd.checksums);
     w.net->expect_faults = faulty;
     hook_now_ns = 1000000000;
     cache_open(&w, &one, 0, NULL);
@@ -1430,8 +1424,8 @@ static int one_cache(h_rng rng, int faulty, int64_t tally[2]) {
     SOUND(&w, ra_cache_destroy(one.c) == RA_OK);
     if (!w.wrong) net_check_end(w.net);
     if (!SOUND(&w, !w.net->breaches)) printf("    %s\n", w.net->why);
-    tally[0] += w.trees;
-    tally[1] += w.pools;
+    tally[0] += w.merges;
+    tally[1] += w.keys;
     free(w.seat);
     net_destroy(w.net);
     hook_now_ns = 0;
@@ -1443,7 +1437,7 @@ TEST(caches) {
     for (int64_t i = 0; i < (h_run.large ? 4000 : 300); i++)
         if (h_case(i)) calls += one_cache(h_case_rng(i), (int)(i % 2), tally);
     if (h_run.only_case < 0) CHECK(tally[0] > 100 && tally[1] > 100);
-    printf("%lld calls, %lld of a rank by a tree, %lld in a pool\n", (long long)calls,
+    printf("%lld calls, %lld of a rank by MERGE, %lld by PASS_KV\n", (long long)calls,
            (long long)tally[0], (long long)tally[1]);
 }
 
