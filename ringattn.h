@@ -762,7 +762,7 @@ RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
  * one call at a time: all nth threads must have returned before any of them begins the next. If
  * some of the nth threads did not make a call, zero the workspace before the next one. Forward and
  * backward may share a workspace of the larger size. With nth = 1 it may be null if k_dim + v_dim
- * is at most 512, or 256 if K or V is not f32. (Longer rows may be refused.) Such a call uses up to
+ * is at most 512, or 256 if K or V is not f32. Longer rows may be refused. Such a call uses up to
  * 256 KiB of stack (384 with pages), and 128 KiB more in a program without optimisation. */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
@@ -1083,9 +1083,8 @@ typedef struct ra_resumed {
  * Failures on all ranks, before a chunk moves: RA_E_PEER if no survivor and no refetch has a
  * missing chunk (ra_failure.chunk of rank .peer); RA_E_UNSUPPORTED after a backward pass, a failed
  * engine or, without ra_ring_desc.resumable, with a rank that is more than one pass ahead: begin
- * the pass anew. After these and any later failure ra_resume may be called
- * again. Failures name ranks of the plan. RA_E_UNSAFE: the old transport may still write; see
- * ra_ring_error. */
+ * the pass anew. After these and any later failure ra_resume may be called again. Failures name
+ * ranks of the plan. RA_E_UNSAFE: the old transport may still write; see ra_ring_error. */
 RINGATTN_API ra_status ra_resume(ra_ring *ring, const ra_resume_desc *rd, int64_t deadline_ns);
 /* The same without blocking: then ra_step, on any threads, until RA_OK or an error. One step looks
  * at all chunks of all ranks, to choose who sends what. Counters are not reset. */
@@ -1095,22 +1094,28 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
 
 /* ========================================================================== L2: sharded cache
  * Inference over a KV cache that is split along the sequence over ranks: prefill in chunks, decode,
- * verify drafts, roll back. The cache memory is yours: per layer K and V of [B][ra_cache_rows]
- * [Hkv][Dk or Dv] on each rank. Positions belong to lanes in runs of 16 (run i to lane i mod
- * lanes), and every rank holds a range of lanes, so shards stay balanced. A call says how many
- * tokens of each sequence are cached and how many are new. It allocates nothing. To roll back, pass
- * a smaller count; for drafts with the bits of plain decoding set d.form to RA_FORM_SAME. A
- * batch_stride of 0 of K and V is ra_cache_rows rows. With pages a table covers these rows;
- * page_tokens may differ by rank. Entries of rows not stored yet are not read; those of pages that
- * no row of the call sees may be -1 or repeat others (a ring buffer). No new token may be where the
- * call sees another one, of any sequence. Up to 16 Hkv / Hq consecutive sequences may have a new
- * token each and begin in the same pages. If queries travel, those are read once, by 1024 rows of a
- * lane.
+ * verify drafts, roll back. Ranks are for several machines. In one process, where they work too,
+ * one rank with as many threads is faster.
  *
- * Either every rank attends all queries to its own keys, or it gets the keys of others, whichever
- * costs less. Partial results of lanes merge in a fixed tree: bits depend on the number of lanes,
- * but not on ranks, threads, the transport or what travels. Ranks are for several machines. In one
- * process, where they work too, one rank with as many threads is faster. */
+ * Layout. The memory is yours: per layer K and V of [B][ra_cache_rows][Hkv][Dk or Dv] on each rank,
+ * where a batch_stride of 0 means ra_cache_rows rows. Positions belong to lanes in runs of 16: run
+ * i to lane i mod lanes. Every rank holds a range of lanes, so shards stay balanced.
+ *
+ * A call says how many tokens of each sequence are cached and how many are new. It allocates
+ * nothing. Either every rank attends all queries to its own keys, or it gets the keys of others,
+ * whichever costs less.
+ *
+ * Rollback. Pass a smaller count. For drafts with the bits of plain decoding set d.form to
+ * RA_FORM_SAME.
+ *
+ * Pages. With d.page_tokens, which may differ by rank, a table covers these rows. Entries of rows
+ * not stored yet are not read. Those of pages that no row of the call sees may be -1 or repeat
+ * others: a ring buffer. No new token may be where the call sees another one, of any sequence.
+ * Sequences that begin in the same pages share them. If up to 16 Hkv / Hq consecutive ones have a
+ * new token each, and queries travel, those pages are read once, by 1024 rows of a lane.
+ *
+ * Bits depend on the number of lanes, but not on ranks, threads, the transport or what travels:
+ * partial results of lanes merge in a fixed tree. */
 typedef struct ra_cache ra_cache;
 /* OWN: a rank passes the queries of the new tokens whose positions it holds, and gets their
  * outputs. ALL: every rank passes the queries of all new tokens and gets all outputs. */
@@ -1160,9 +1165,9 @@ RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, in
 
 /* The attention of one layer. Collective: all ranks make the same calls in the same order. Sequence
  * s has cached[s] tokens from before and fresh[s] >= 0 new ones at the positions after them. t->k
- * and t->v hold K and V of all of them. t->q, t->o and t->lse (or {0}) are [B][rows][Hq][..], a row
- * for each new token (OWN: if ra_cache_owner(c, position) == rank), by ascending position. With a
- * batch_stride of 0, rows is that of the sequence with the most, so it changes from call to call,
+ * and t->v hold K and V of all of them. t->q, t->o and, unless {0}, t->lse are [B][rows][Hq][..], a
+ * row for each new token (OWN: if ra_cache_owner(c, position) == rank), by ascending position. With
+ * a batch_stride of 0, rows is that of the sequence with the most, so it changes from call to call,
  * and sequences without new tokens take as much room. Without rows here they may be null. cached
  * and fresh are AGREED, and copied. Runs on the calling thread until this rank is done. Statuses as
  * of ra_forward. */
@@ -1302,8 +1307,8 @@ struct ra_transport {
      * it to MPI_PROC_NULL). With RA_CAP_DEADLINE it returns RA_E_TIMEOUT by deadline_ns, which is
      * the call's deadline or the watchdog's; without, it may block for ever, and a dead peer hangs
      * this rank. Both buffers are yours until you return. Both sides of a message use the same tag.
-     * Returns RA_OK, or an RA_E_* from RA_E_MISMATCH on (others count as RA_E_IO), after which the
-     * ring has failed (its sentence names both peers). abort, quiesce, error_text: level 0 too. */
+     * Returns RA_OK, or an RA_E_* from RA_E_MISMATCH on (others count as RA_E_IO). After that the
+     * ring has failed; its sentence names both peers. abort, quiesce, error_text: level 0 too. */
     int (*sendrecv)(void *ctx, int to, const void *s, size_t s_len, int from, void *r, size_t r_len,
                     uint64_t tag, int64_t deadline_ns);
 
