@@ -2146,7 +2146,7 @@ TEST(cache) {
     t.caps = RA_CAP_ANY_PEER;
     cd.travel = RA_INFER_PASS_KV;
     refused(ra_cache_create(&c, &d, &t, &cd), &e, RA_E_SHAPE, "cache.travel",
-            "RA_INFER_PASS_KV without shared memory needs cache.queries = RA_QUERIES_OWN; with "
+            "RA_INFER_PASS_KV needs cache.queries = RA_QUERIES_OWN; with "
             "RA_QUERIES_ALL every rank would compute every row");
     CHECK(c == NULL);
 }
