@@ -37,7 +37,7 @@ EXAMPLES := $(filter-out demo million ring_mpi ring_ofi ring_nccl,\
             $(patsubst examples/%.c,%,$(wildcard examples/*.c)))
 HEADERS  := ringattn.h $(wildcard tests/*.h tests/conformance/*.h examples/*.h examples/infer/*.h \
             examples/transports/*.h bench/*.h)
-SUITES   := test_conformance test_conform_shm test_conform_level1
+SUITES   := test_conformance test_conform_shm
 OTHERS   := $(if $(filter release,$(config)),matrix)
 # Under tsan it takes long and adds no call that the tests do not have.
 MILLION  := $(if $(filter tsan,$(config)),,$(LOG)/million.sum)

@@ -195,10 +195,11 @@
  *              + backward: f32 gradients of 4 chunks, with RA_CAP_SHARED of ranks + 3
  *   Threads  Threads may share plans, and calls of ra_attention with workspaces of their own may
  *            run at once. A ring runs one pass at a time, on any number of your threads. The
- *            library starts threads only in ra_world_run. During a call arithmetic rounds to
- *            nearest, flushes denormals to zero and traps nothing, whatever your program has set.
- *            Your settings and status flags are restored, also for callbacks. The threads of
- *            ra_world_run begin with the settings of its caller.
+ *            library starts threads only in ra_world_run, and one per ring or cache over a
+ *            transport with RA_CAP_HELPER. During a call arithmetic rounds to nearest, flushes
+ *            denormals to zero and traps nothing, whatever your program has set. Your settings and
+ *            status flags are restored, also for callbacks. The threads of ra_world_run begin with
+ *            the settings of its caller.
  *   Errors   Every call that can fail returns a status. A refusal names the field and the reason.
  *            Nothing is printed, nothing aborts, and no wait is unbounded, except inside a sendrecv
  *            callback of yours that ignores its deadline.
@@ -927,7 +928,7 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
 /* Binds a transport (null: a ring of one) and memory. Sends nothing, so ranks need not call it at
  * the same time. `first` sizes the workspace. Later plans must have its rank and ranks, and fit:
  * compare workspace_bytes of their reports. A plan with d.train has room for the same one without
- * it. With sendrecv alone the first use of a plan takes time in proportion to chunks * ranks. */
+ * it. */
 RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
                                       const ra_transport *transport, const ra_ring_desc *rd);
 /* No thread may be inside a call. After a failed pass with RA_CAP_SHARED it may wait, up to
@@ -979,7 +980,8 @@ RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job);
  * 64 * 64 * (Dk + Dv), backward 64 * 64 * (3 * Dk + 2 * Dv). (With an engine: one of its tasks
  * against one chunk.) Meanwhile the transport is polled as often as ra_transport.poll says.
  * Cancellation, deadline and failures are noticed between two steps; progress is reported after
- * each. Never blocks (except in a level-0 sendrecv), never spins, waits for no thread.
+ * each. Never blocks (except in a sendrecv without RA_CAP_HELPER), never spins, waits for no
+ * thread.
  *
  * ith >= 0, unique among the threads inside. Only threads with an ith below d.threads of the plan
  * compute; others get RA_WAIT until the pass is done. Any thread may stop calling, and others
@@ -1010,8 +1012,8 @@ enum { RA_RING_IDLE, RA_RING_RUNNING, RA_RING_FAILED };
 typedef struct ra_ring_counters {      /* of the pass in progress or the last one; any thread */
     int32_t state;                     /* RA_RING_* */
     int32_t waiting_peer;              /* neighbour from which chunks are still to come; -1: none */
-    int32_t bounded;                   /* 0: sendrecv without RA_CAP_DEADLINE: a dead peer may block
-                                        * a call for ever */
+    int32_t bounded;                   /* 0: sendrecv without RA_CAP_HELPER or RA_CAP_DEADLINE: a
+                                        * dead peer may block a call for ever */
     int64_t pass;                      /* number of the pass, from 1 */
     int64_t tiles_empty, tiles_partial, tiles_full; /* done so far */
     int64_t tiles_all;                 /* partial and full ones of the whole pass */
@@ -1218,15 +1220,19 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  *  6 A rank that leaves owes its peers only the messages whose sends are DONE. What they post to it
  *    later ends with RA_E_PEER, or stays PENDING.
  *
- * Level 0 is sendrecv alone; level 1 is post and poll; everything else is optional.
+ * Level 0 is sendrecv alone; level 1 is post and poll; everything else is optional. With level 0
+ * the library makes the calls in rounds. In each it exchanges short messages with the ranks that it
+ * still has something to exchange with, about what is ready. With RA_CAP_HELPER a thread of its own
+ * calls sendrecv, and messages move while yours compute. Without it ra_step and ra_infer_step call
+ * it and wait there for other ranks to make the same call, which they do between steps.
  *
  * Messages. The n-th send matches the n-th receive per (peer, channel). Both sides compute the same
  * length, exact and at most max_msg; no message is split or empty. Keep message boundaries: a
- * receive that meets another length ends with RA_E_TRUNC, and its send with that or DONE (level 0
- * returns RA_E_TRUNC). A send may stay PENDING until its receive is posted, however long that is:
- * only deadlines and the watchdog, which are the library's, end it. A peer may have yet to come:
- * keep what is posted to it until then. No rank sends to itself. Tags start anew with each pass.
- * Buffers are host memory. Nothing marks where a pass begins or ends.
+ * receive that meets another length ends with RA_E_TRUNC, and its send with that or DONE. A send
+ * may stay PENDING until its receive is posted, however long that is: only deadlines and the
+ * watchdog, which are the library's, end it. A peer may have yet to come: keep what is posted to it
+ * until then. No rank sends to itself. Tags start anew with each pass. Buffers are host memory.
+ * Nothing marks where a pass begins or ends.
  *
  * Channel 0 carries chunks from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan
  * says). Channel 1 is used with RA_CAP_SHARED, and in backward passes, where gradients return on
@@ -1265,9 +1271,11 @@ enum {
     RA_CAP_LOAN = 4,                   /* honours RA_MSG_LOAN_OK and has release */
     RA_CAP_DEADLINE = 8,               /* sendrecv returns by deadline_ns even if the peer is dead
                                         * (post and poll never block, and wait always does so) */
-    RA_CAP_SHARED = 16                 /* all ranks are threads of one process: messages carry
+    RA_CAP_SHARED = 16,                /* all ranks are threads of one process: messages carry
                                         * addresses, nothing is packed. A message from another
                                         * process is RA_E_MISMATCH: its addresses are not used */
+    RA_CAP_HELPER = 32                 /* sendrecv may be called from a thread of the library while
+                                        * yours compute. A ring or cache has one such thread */
 };
 
 typedef struct ra_transport_op {       /* the library's; stays at its address while PENDING */
@@ -1307,8 +1315,10 @@ struct ra_transport {
      * it to MPI_PROC_NULL). With RA_CAP_DEADLINE it returns RA_E_TIMEOUT by deadline_ns, which is
      * the call's deadline or the watchdog's; without, it may block for ever, and a dead peer hangs
      * this rank. Both buffers are yours until you return. Both sides of a message use the same tag.
-     * Returns RA_OK, or an RA_E_* from RA_E_MISMATCH on (others count as RA_E_IO). After that the
-     * ring has failed; its sentence names both peers. abort, quiesce, error_text: level 0 too. */
+     * Returns RA_OK, or an RA_E_* from RA_E_MISMATCH on (others count as RA_E_IO). Then the ring
+     * has failed, and its sentence names both peers. Calls never overlap. abort, quiesce,
+     * error_text: level 0 too. abort should make sendrecv return: otherwise a helper that waits for
+     * a dead peer is left behind when the ring's time for quiescing is over (RA_E_UNSAFE). */
     int (*sendrecv)(void *ctx, int to, const void *s, size_t s_len, int from, void *r, size_t r_len,
                     uint64_t tag, int64_t deadline_ns);
 
@@ -11051,8 +11061,8 @@ static double ra__flops_per_key(const ra_desc *d) {
  * buffers hide 89 to 96 % of it on 2 to 8 ranks, causal zigzag; 1024 keys per chunk with 3 buffers
  * hide 75 to 86 % (2 ranks, 4096 to 8192 keys). From 24 ranks on buffers hardly matter. With about
  * 16 ranks a chunk has gone around the ring when its owner's last one leaves; there 32 chunks are
- * better. Beyond 64 ranks there are fewer chunks, because predictions and the exchanges of sendrecv
- * take time in proportion to chunks x ranks.
+ * better. Beyond 64 ranks there are fewer chunks, because predictions take time in proportion to
+ * chunks x ranks.
  *
  * Each message costs time too. So a rank computes at least RA__CHUNK_WORK flops per message, which
  * takes some ms on a few cores. No chunk suits short shards on every network. At 1 TFLOP/s, with
@@ -14254,14 +14264,6 @@ typedef struct ra__place {
     int32_t chunk, seg;
 } ra__place;
 
-typedef struct ra__exchange {          /* a call of sendrecv */
-    int32_t send, recv, returned;      /* indices in the lists of these names, -1: none. At most one
-                                        * of recv and returned is not -1 */
-    int64_t step;                      /* equal on both sides */
-    int64_t after_tiles, after_folds;  /* tiles, and entries of the fold list, that this rank should
-                                        * have done by then: an earlier call would only block */
-} ra__exchange;
-
 /* What one rank does in one kind of pass: lists of what it folds, receives and sends, each in the
  * order that the plan fixes. Entries refer to each other by index; -1: there is none. */
 typedef struct ra__fold {
@@ -14283,10 +14285,9 @@ typedef struct ra__pass_lists {
     ra__fold *fold;
     ra__recv *recv;
     ra__send *send;
-    ra__exchange *exchange;
     ra__own *own;                      /* backward: chunks that this rank owns */
     ra__returned *returned;            /* backward: those of them that leave and return */
-    int64_t folds, recvs, sends, exchanges, owns, returns;
+    int64_t folds, recvs, sends, owns, returns;
     int32_t backward, direction;       /* +1: chunks go to rank + 1 */
     int32_t rolls;                     /* 1: if it is to be resumable, a pass has a roll call */
     int64_t chunk_bytes;               /* longest message between neighbours */
@@ -14343,7 +14344,6 @@ struct ra_plan {
     int64_t *start;                    /* [chunks] scratch: the step in which a chunk leaves its
                                         * owner, see ra__tour_steps */
     int64_t *line;                     /* [3 ranks] scratch of ra__tour_steps */
-    struct ra__play *play;             /* scratch of ra__tour_exchanges */
     int32_t forward_buffers;           /* of the same plan without training */
     ra_plan_report report;             /* of d.rank */
 };
@@ -14943,502 +14943,6 @@ static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) 
     return steps;
 }
 
-/* -------------------------------------------------------------------------- exchanges
- * A call of sendrecv blocks until the peer makes the matching one. So on a transport without post
- * all ranks must agree when each message moves. Every rank simulates the pass of all ranks, as if
- * computing took time and the network none, and gives every message a moment. Both sides of a
- * message find the same moment, and a rank makes its exchanges in the order of moments. Whatever a
- * message waits for has an earlier moment, so exchanges cannot deadlock, however long a rank really
- * computes.
- *
- * A moment is a time, in units of work; its lower bits order what moves at the same time. Moments
- * of gradients that return are odd and all others even, so a rank never receives two messages at
- * once.
- *
- * Work is estimated from what a few blocks of queries see of the chunk. A poor estimate costs only
- * time. */
-enum { RA__MOMENT_BITS = 24, RA__WORK_BITS = 36, RA__SAMPLES = 64 };
-
-typedef struct ra__play_slot { int64_t arrived, folded, sent; } ra__play_slot;
-
-/* What a rank has done. send, fold: the next chunk in its order that it may send, that it may fold.
- * return_chunk: its next own chunk that returns. Message i of a kind is in slot i mod slots. */
-typedef struct ra__play_rank {
-    int64_t send, fold, return_chunk;
-    int64_t received, sent_on, visited; /* chunks of others that have come; those of them that
-                                        * `send`, `fold` have passed */
-    int64_t started, own_sent, returned, ended; /* own chunks that leave: how many had their first
-                                        * visit, were sent, are back, had their second visit */
-    int64_t next_send, next_receive, next_return; /* the earliest moments of these events */
-    int64_t busy;                      /* when it has folded everything before `fold` */
-    int64_t series, series_keys, series_from; /* forward: when the current series began, its keys,
-                                        * and its first received chunk */
-    int64_t released;                  /* when the latest slot that was reused became free */
-    int64_t blocks, own, own_first, own_last; /* of this sequence: its blocks of what stays, of what
-                                        * travels; those of the first and second visits so far */
-    int64_t own_next;                  /* own chunk whose second visit is next */
-    int64_t own_folded[RA__PACK_SLOTS], own_left[RA__PACK_SLOTS];
-    int64_t came_back[RA__RETURN_SLOTS], folded_again[RA__RETURN_SLOTS];
-    int32_t sequence;                  /* of the blocks; -1: none yet */
-    int32_t samples;                   /* of queries that stay */
-} ra__play_rank;
-
-/* A chunk. stations: see ra__tour_stations. next: the next chunk of its owner that leaves. */
-typedef struct ra__play_chunk { int32_t owner, sequence, stations, next; } ra__play_chunk;
-
-/* Chunks that are folded together. */
-typedef struct ra__play_work { int64_t begin, end, folds; } ra__play_work;
-
-/* Scratch of a plan for its exchanges. */
-enum { RA__PLAY_NONE, RA__PLAY_STARTED, RA__PLAY_DONE };
-typedef struct ra__play {
-    ra__play_rank *rank;               /* [ranks] */
-    ra__play_slot *slot;               /* [ranks][ra__play_slots] */
-    ra__bounds *seen;                  /* [ranks][ra__play_samples] by blocks of queries */
-    ra__play_chunk *chunk;             /* [chunks] */
-    int64_t *moment[3];                /* of this rank's messages: sent, received, returned */
-    ra__play_work *work;               /* what this rank folds, in order */
-    int64_t *come;                     /* [folds] when all chunks up to an entry of this rank's fold
-                                        * list have come */
-    uint8_t *stores;                   /* forward, [folds]: 1: a series begins with this entry of
-                                        * the fold list; all tasks are stored before it */
-    int64_t count[3], works, comes, stored, last_slot; /* stored: the next one of `stores` */
-    int32_t shift;                     /* work is divided by 2^shift, so that a pass fits
-                                        * into RA__WORK_BITS */
-    int32_t state;                     /* atomic: RA__PLAY_* */
-} ra__play;
-
-/* Slots of a rank: a power of two, at least as many as buffers; the slot of message i. */
-RA__INLINE int64_t ra__play_slots(const ra_plan *p) {
-    int64_t n = 1;
-    while (n < p->d.buffers) n *= 2;
-    return n;
-}
-RA__INLINE ra__play_slot *ra__play_at(const ra__play *y, int32_t rank, int64_t i) {
-    return &y->slot[(rank * (y->last_slot + 1)) + (i & y->last_slot)];
-}
-/* Samples per rank: blocks of queries from which work is estimated. Every chunk is compared with
- * every sample, and many ranks have many chunks, so they get fewer samples. With few samples per
- * chunk of a shard the two visits of a chunk are estimated poorly. */
-RA__INLINE int64_t ra__play_samples(const ra_plan *p) {
-    return p->d.ranks > 64 ? 4 : ra__max(16, ra__min(RA__SAMPLES, 512 / p->d.ranks));
-}
-RA__INLINE ra__bounds *ra__play_seen_by(const ra__tour *w, const ra__play *y, int32_t rank) {
-    return &y->seen[rank * ra__play_samples(w->p)];
-}
-
-/* How many keys of a run that ends at `last` are in blocks with keys at [lo, hi): a tile takes the
- * same time if rows see only a part of it. */
-RA__INLINE int64_t ra__play_keys(const ra__seg *s, int64_t last, int64_t lo, int64_t hi) {
-    if (hi <= s->pos || lo > last) return 0;           /* most: this or all */
-    if (hi > last && lo <= s->pos) return s->rows;
-    int64_t from = ra__max(0, lo - s->pos);
-    int64_t to = ra__max(0, hi - s->pos);
-    if (s->stride > 1) {
-        from /= s->stride;
-        to = ra__ceil_div(to, s->stride);
-    }
-    from -= from % RA_BLOCK_TOKENS;
-    to = ra__round_up(to, RA_BLOCK_TOKENS);
-    return ra__max(0, ra__min(s->rows, to) - from);
-}
-static int64_t ra__play_keys_seen(const ra__seg *s, const ra__bounds *x, int64_t n) {
-    const int64_t last = s->pos + (s->rows - 1) * s->stride;
-    int64_t all = 0;
-    for (; n > 0; n--, x++) {
-        all += ra__play_keys(s, last, x->lo_min, x->hi_max);
-        if (x->doc_min < x->keep_max) all += ra__play_keys(s, last, x->doc_min, x->keep_max);
-    }
-    return all;
-}
-
-/* Which of `blocks` blocks is sample i of n. Even and odd blocks take turns: in zigzag they mirror
- * each other, and in a chunk of two blocks the first sees one block, the other both. */
-RA__INLINE int64_t ra__play_sample(int64_t i, int64_t blocks, int64_t n) {
-    return ra__min((2 * i + 1) * blocks / (2 * n) / 2 * 2 + i % 2, blocks - 1);
-}
-
-/* Sets what the samples of a rank's queries see, in the order of units. With ARRAY there are
- * none. */
-static void ra__play_sample_masks(const ra__tour *w, ra__play *y, int32_t rank) {
-    const ra__side side = ra__plan_side(w->p, 0, rank);
-    ra__play_rank *s = &y->rank[rank];
-    const int64_t n = ra__min(ra__play_samples(w->p), s->blocks);
-    ra__chunk all;
-    int32_t which;
-    s->samples = 0;
-    if (side.layout == RA_LAYOUT_ARRAY) return;
-    ra__chunk_side(&side, s->sequence, &all);
-    for (; s->samples < n; s->samples++) {
-        const int64_t at = ra__play_sample(s->samples, s->blocks, n);
-        const ra__seg rows = ra__chunk_block(&all, RA_ORDER_ASCENDING, at, &which);
-        ra__play_seen_by(w, y, rank)[s->samples] = ra__query_bounds(&w->p->d, s->sequence, &rows);
-    }
-}
-
-/* Segment i of a chunk. With RUNS: one run of positions that is similar to its runs. */
-static ra__seg ra__play_seg(const ra__chunk *c, int32_t i) {
-    ra__seg s = c->seg[i];
-    if (!c->list.run) return s;
-    s.pos = c->low;
-    s.rows = ra__chunk_rows(c);
-    s.stride = ra__max(1, (c->high - c->low) / ra__max(1, s.rows));
-    return s;
-}
-
-/* How many blocks of a sequence a rank holds: of the side that stays (stays 1) or travels (0). */
-static int64_t ra__play_blocks(const ra__tour *w, int stays, int32_t rank, int32_t b) {
-    ra__side side = ra__plan_side(w->p, !stays, rank);
-    return ra__side_blocks(&side, b);
-}
-
-/* The time after `when` and some work. */
-RA__INLINE int64_t ra__play_after(const ra__play *y, int64_t when, int64_t work) {
-    if (!work) return when;
-    return ((when >> RA__MOMENT_BITS) + ra__max(1, work >> y->shift)) << RA__MOMENT_BITS;
-}
-
-/* The chunk comes to a rank that is not its owner. */
-RA__INLINE int ra__play_arrives(const ra__tour *w, const ra__play_chunk *c, int32_t rank) {
-    const int32_t n = ra__tour_apart(w, c->owner, rank);
-    return n > 0 && n <= c->stations;
-}
-
-/* Notes what this rank has folded: from `begin` on, or joined to what it folded before. */
-static void ra__play_note(const ra__tour *w, ra__play *y, int32_t rank, int64_t begin,
-                          int64_t ready, int joins) {
-    ra__play_work *work = &y->work[y->works];
-    if (rank != w->p->d.rank) return;
-    if (!w->back) {
-        while (w->p->forward.fold[y->stored].chunk < 0) y->stores[y->stored++] = 1;
-        y->stores[y->stored++] = !joins;
-    }
-    y->come[y->comes] = y->comes ? ra__max(ready, y->come[y->comes - 1]) : ready;
-    y->comes++;
-    if (joins) work--;
-    else y->works++;
-    if (!joins) work->begin = begin;
-    work->end = y->rank[rank].busy;
-    work->folds = (joins ? work->folds : 0) + 1;
-}
-
-/* Work of a chunk with those rows of a rank that samples [first, end) represent. */
-static int64_t ra__play_some(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c,
-                             int64_t first, int64_t end) {
-    const ra__play_rank *s = &y->rank[rank];
-    const ra__chunk *chunk = &w->t->chunk[c];
-    int64_t all = 0;
-    for (int32_t i = 0; i < (chunk->list.run ? 1 : chunk->segs); i++) {
-        ra__seg seg = ra__play_seg(chunk, i);
-        all += ra__play_keys_seen(&seg, ra__play_seen_by(w, y, rank) + first, end - first);
-    }
-    return s->samples ? ra__mul_sat(all, s->blocks) / s->samples : 0;
-}
-
-/* Work of a chunk on a rank. */
-static int64_t ra__play_all(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c) {
-    if (w->p->d.layout.kind == RA_LAYOUT_ARRAY)
-        return ra__mul_sat(ra__chunk_rows(&w->t->chunk[c]), y->rank[rank].blocks);
-    return ra__play_some(w, y, rank, c, 0, y->rank[rank].samples);
-}
-
-/* Work of one visit of an own chunk. If it has two, the second is with the rows of units before its
- * own, the first with all others. Where not every block is a sample, the work of a visit is taken
- * to be proportional to its rows. */
-static int64_t ra__play_part(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c,
-                             int second) {
-    const ra__play_rank *s = &y->rank[rank];
-    const int64_t own = ra__max(2 * s->own, 1), n = s->samples;
-    const int64_t middle = 2 * (second ? s->own_last : s->own_first) +
-                           ra__chunk_blocks(&w->t->chunk[c]) - w->t->chunk[c].segs;
-    const int64_t all = ra__play_all(w, y, rank, c), at = ra__min(own, middle) * n / own;
-    if (!w->back || !w->p->owner_folds_twice || !y->chunk[c].stations) return all;
-    if (n < s->blocks) return all / own * ra__min(own, second ? middle : own - middle);
-    int64_t before = ra__play_some(w, y, rank, c, 0, at);
-    if (at < n)
-        before += ra__mul_sat(ra__play_some(w, y, rank, c, at, at + 1),
-                              ra__min(own, middle) * n - at * own) / own;
-    return second ? before : all - before;
-}
-
-/* Makes the next second visit of a rank if it comes before chunk c, as in ra__lists_late. 0: it
- * does not come before; -1: it does, but its chunk is not back yet. */
-static int ra__play_again(const ra__tour *w, ra__play *y, int32_t rank, int64_t c) {
-    ra__play_rank *s = &y->rank[rank];
-    int64_t i = s->ended % RA__RETURN_SLOTS, begin, again, start;
-    const int64_t *step = w->p->start;
-    const ra__play_chunk *chunk = &y->chunk[c];
-    if (!w->p->owner_folds_twice || s->ended == s->started) return 0;
-    again = s->own_next;
-    if (c < w->t->chunks && chunk->sequence == s->sequence) {
-        if (!(chunk->owner == rank || ra__play_arrives(w, chunk, rank))) return 0;
-        start = step[again] + y->chunk[again].stations + 2;
-        if (chunk->owner == rank && chunk->stations && start > step[c]) return 0;
-    }
-    if (s->ended == s->returned) return -1;
-    begin = ra__max(s->busy, s->came_back[i] + 1);
-    s->busy = ra__play_after(y, begin, ra__play_part(w, y, rank, again, 1));
-    s->own_last += ra__chunk_blocks(&w->t->chunk[again]);
-    s->folded_again[i] = s->busy;
-    s->ended++;
-    s->own_next = y->chunk[again].next;
-    ra__play_note(w, y, rank, begin, s->came_back[i] + 1, 0);
-    return 1;
-}
-
-/* Folds chunk c on a rank, which may begin at `ready`. Forward, chunks that have come are folded as
- * a series of up to RA__SERIES_KEYS keys, and the buffers of a series become free together. */
-static void ra__play_series(const ra__tour *w, ra__play *y, int32_t rank, int64_t c,
-                            int64_t ready) {
-    ra__play_rank *s = &y->rank[rank];
-    const int32_t n = w->p->d.buffers;
-    const int joins = !w->back && !w->p->d.engine && s->series_keys < RA__SERIES_KEYS &&
-                      s->series_keys && ready >> RA__MOMENT_BITS <= s->series >> RA__MOMENT_BITS;
-    const int64_t begin = joins ? s->busy : ra__max(s->busy, ready);
-    const int own = y->chunk[c].owner == rank;
-    if (!joins) {
-        s->series = begin;
-        s->series_keys = 0;
-        s->series_from = s->visited;
-    }
-    s->series_keys += ra__chunk_rows(&w->t->chunk[c]);
-    s->busy = ra__play_after(y, begin, own ? ra__play_part(w, y, rank, c, 0)
-                                           : ra__play_all(w, y, rank, c));
-    for (int64_t i = ra__max(s->series_from, s->visited - n + !own); i < s->visited + !own; i++)
-        ra__play_at(y, rank, i)->folded = s->busy;
-    ra__play_note(w, y, rank, begin, ready, joins);
-}
-
-/* Makes the next visit of a chunk to a rank; 0: it must wait, or there is none. */
-static int ra__play_visit(const ra__tour *w, ra__play *y, int32_t rank) {
-    ra__play_rank *s = &y->rank[rank];
-    const ra__play_chunk *chunk;
-    int64_t ready = 0, c;
-    int again = ra__play_again(w, y, rank, s->fold), own, leaves;
-    if (again) return again > 0;
-    if (s->fold == w->t->chunks) return 0;
-    c = ra__tour_chunk(w, rank, s->fold);
-    chunk = &y->chunk[c];
-    if (chunk->sequence != s->sequence) {
-        s->sequence = chunk->sequence;
-        s->blocks = ra__play_blocks(w, 1, rank, s->sequence);
-        s->own = ra__play_blocks(w, 0, rank, s->sequence);
-        s->own_first = s->own_last = s->series_keys = 0;
-        ra__play_sample_masks(w, y, rank);
-    }
-    own = chunk->owner == rank;
-    leaves = own && w->back && chunk->stations;
-    if (leaves && s->started - s->own_sent >= RA__PACK_SLOTS) return 0;
-    if (leaves && s->started >= RA__PACK_SLOTS) ready = s->own_left[s->started % RA__PACK_SLOTS];
-    if (!own && !ra__play_arrives(w, chunk, rank)) return (int)(++s->fold > 0);
-    if (!own && s->visited == s->received) return 0;
-    if (!own) ready = ra__play_at(y, rank, s->visited)->arrived + 1;
-    if (ra__need(w->t, c, rank) || (own && w->back)) ra__play_series(w, y, rank, c, ready);
-    if (leaves) {
-        if (s->started == s->ended) s->own_next = c;
-        s->own_folded[s->started++ % RA__PACK_SLOTS] = s->busy;
-    }
-    if (own) s->own_first += ra__chunk_blocks(&w->t->chunk[c]);
-    if (own && !leaves) s->own_last = s->own_first;
-    s->visited += !own;
-    return (int)(++s->fold > 0);
-}
-
-/* The first moment at which a rank may send chunk c. -1: not known yet, as in the next two. */
-static int64_t ra__play_ready(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c) {
-    const ra__play_rank *s = &y->rank[rank];
-    const ra__play_slot *slot = ra__play_at(y, rank, s->sent_on);
-    if (y->chunk[c].owner == rank) {
-        if (!w->back) return s->next_send;
-        if (s->started == s->own_sent) return -1;
-        return ra__max(s->next_send, s->own_folded[s->own_sent % RA__PACK_SLOTS]);
-    }
-    if (s->sent_on == s->received || (w->back && s->sent_on == s->visited)) return -1;
-    return ra__max(s->next_send, ra__max(slot->arrived + 1, w->back ? slot->folded : 0));
-}
-
-/* The first moment at which a rank may receive from the one before it. */
-static int64_t ra__play_free(const ra__tour *w, ra__play *y, int32_t rank) {
-    ra__play_rank *s = &y->rank[rank];
-    const int32_t n = w->p->d.buffers;
-    const int64_t before = s->received - n;
-    if (before >= 0) {
-        const ra__play_slot *slot = ra__play_at(y, rank, before);
-        if (s->visited <= before || s->sent_on <= before) return -1;
-        s->released = ra__max(s->released, ra__max(slot->folded, slot->sent));
-    }
-    return ra__max(s->released, s->next_receive);
-}
-
-/* The first moment at which the owner of chunk c may receive its gradient. */
-static int64_t ra__play_return(const ra__tour *w, const ra__play *y, int64_t c) {
-    const ra__play_rank *s = &y->rank[y->chunk[c].owner];
-    const int64_t before = s->returned - RA__RETURN_SLOTS;
-    if (s->return_chunk != c || (w->p->owner_folds_twice && s->ended <= before)) return -1;
-    if (before < 0 || !w->p->owner_folds_twice) return s->next_return;
-    return ra__max(s->next_return, s->folded_again[before % RA__RETURN_SLOTS]);
-}
-
-static void ra__play_record(const ra__tour *w, ra__play *y, int32_t rank, int32_t kind,
-                            int64_t moment) {
-    if (rank == w->p->d.rank) y->moment[kind][y->count[kind]++] = moment;
-}
-
-/* Moves the next message of a rank. */
-enum { RA__LEAVES, RA__ARRIVES, RA__RETURNS_TO };          /* index of ra__play.moment */
-static void ra__play_move(const ra__tour *w, ra__play *y, int32_t rank, int32_t to, int64_t when) {
-    ra__play_rank *s = &y->rank[rank], *o = &y->rank[to];
-    const ra__play_chunk *c = &y->chunk[ra__tour_chunk(w, rank, s->send++)];
-    const int returns = c->owner == to;
-    s->next_send = when + 1;
-    if (c->owner == rank) s->own_left[s->own_sent++ % RA__PACK_SLOTS] = when + 1;
-    else ra__play_at(y, rank, s->sent_on++)->sent = when + 1;
-    ra__play_record(w, y, rank, RA__LEAVES, when);
-    ra__play_record(w, y, to, returns ? RA__RETURNS_TO : RA__ARRIVES, when);
-    if (returns) {
-        o->came_back[o->returned++ % RA__RETURN_SLOTS] = when;
-        o->next_return = when + 1;
-        o->return_chunk = c->next;
-    } else {
-        ra__play_slot *slot = ra__play_at(y, to, o->received++);
-        slot->arrived = when;
-        slot->folded = slot->sent = 0;
-        o->next_receive = when + 1;
-    }
-}
-
-/* Sends the next message of a rank; 0: it must wait, or there is none. */
-static int ra__play_send(const ra__tour *w, ra__play *y, int32_t rank) {
-    ra__play_rank *s = &y->rank[rank];
-    for (; s->send < w->t->chunks; s->send++) {
-        const int64_t c = ra__tour_chunk(w, rank, s->send);
-        const int32_t owner = y->chunk[c].owner, hop = ra__tour_apart(w, owner, rank);
-        const int32_t stations = y->chunk[c].stations;
-        const int arrives = hop > 0 && hop <= stations;
-        int64_t ready, free;
-        if (hop < stations || (w->back && stations && hop == stations)) {      /* it leaves */
-            const int returns = hop == stations;
-            const int32_t to = returns ? owner : ra__rank_up(w->p, rank, w->direction);
-            ready = ra__play_ready(w, y, rank, c);
-            free = ready < 0 ? -1 : returns ? ra__play_return(w, y, c) : ra__play_free(w, y, to);
-            if (free < 0) return 0;
-            free = ra__max(free, ready);
-            ra__play_move(w, y, rank, to, free + ((free & 1) != returns));
-            return 1;
-        }
-        if (arrives && s->sent_on == s->received) return 0;
-        s->sent_on += arrives;
-    }
-    return 0;
-}
-
-/* The shift with which the work of all ranks together fits into RA__WORK_BITS. */
-static int32_t ra__play_shift(const ra__tour *w) {
-    int64_t all = 0, blocks = 0;
-    int32_t shift = 0;
-    for (int64_t c = 0; c < w->t->chunks; c++)
-        blocks = ra__add_sat(blocks, ra__chunk_rows(&w->t->chunk[c]));
-    for (int32_t r = 0; r < w->p->d.ranks; r++)
-        for (int32_t b = 0; b < w->p->d.sequences; b++)
-            all = ra__add_sat(all, ra__play_blocks(w, 1, r, b));
-    all = ra__mul_sat(ra__add_sat(all, 1), ra__add_sat(blocks, 1));
-    while (all >> shift >> RA__WORK_BITS) shift++;
-    return shift;
-}
-
-/* Puts all ranks at the start of the pass. */
-static void ra__play_start(const ra__tour *w, ra__play *y) {
-    const int32_t ranks = w->p->d.ranks;
-    y->last_slot = ra__play_slots(w->p) - 1;
-    memset(y->rank, 0, (size_t)ranks * sizeof *y->rank);
-    memset(y->slot, 0, (size_t)(ranks * (y->last_slot + 1)) * sizeof *y->slot);
-    memset(y->count, 0, sizeof y->count);
-    y->works = y->comes = y->stored = 0;
-    y->shift = ra__play_shift(w);
-    for (int32_t r = 0; r < ranks; r++) {
-        y->rank[r].sequence = -1;
-        y->rank[r].return_chunk = w->t->chunks;
-    }
-    for (int64_t c = w->t->chunks; c-- > 0;) {
-        ra__play_chunk *chunk = &y->chunk[c];
-        chunk->owner = w->t->chunk[c].owner;
-        chunk->sequence = w->t->chunk[c].sequence;
-        chunk->stations = ra__tour_stations(w, c);
-        chunk->next = (int32_t)y->rank[chunk->owner].return_chunk;
-        if (chunk->stations) y->rank[chunk->owner].return_chunk = c;
-    }
-}
-
-/* Simulates the pass. Cost: chunks x ranks. */
-static void ra__play_through(const ra__tour *w, ra__play *y) {
-    const int32_t ranks = w->p->d.ranks;
-    int any = 1;
-    ra__play_start(w, y);
-    while (any) {
-        any = 0;                       /* folds first: a receive may wait for the end of a series,
-                                        * which must be complete then */
-        for (int32_t r = 0; r < ranks; r++)
-            while (ra__play_visit(w, y, r)) any = 1;
-        for (int32_t r = 0; r < ranks; r++) any |= ra__play_send(w, y, r);
-    }
-    for (int32_t r = 0; r < ranks; r++)
-        RINGATTN_ASSERT(y->rank[r].send == w->t->chunks && y->rank[r].fold == w->t->chunks);
-}
-
-/* Sets how much of its `tiles` this rank should have computed before each of its exchanges. x->step
- * is the moment of an exchange. */
-static void ra__play_progress(const ra__play *y, int64_t tiles, ra__exchange *x, int64_t count) {
-    RA__OWN_FP ra__fp fp = ra__fp_enter();
-    int64_t all = 0, done = 0, folds = 0, come = 0, k = 0;
-    for (int64_t i = 0; i < y->works; i++)
-        all += (y->work[i].end - y->work[i].begin) >> RA__MOMENT_BITS;
-    for (int64_t i = 0; i < count; i++, x++) {
-        int64_t part = 0;
-        for (; k < y->works && y->work[k].end <= x->step; k++) {
-            done += (y->work[k].end - y->work[k].begin) >> RA__MOMENT_BITS;
-            folds += y->work[k].folds;
-        }
-        x->after_folds = folds;
-        if (k < y->works && y->work[k].begin < x->step) {
-            part = (x->step - y->work[k].begin) >> RA__MOMENT_BITS;
-            x->after_folds += y->work[k].folds;
-        }
-        while (come < y->comes && y->come[come] <= x->step) come++;
-        x->after_folds = ra__min(x->after_folds, come);
-        x->after_tiles = all ? (int64_t)((double)tiles * ((double)(done + part) / (double)all)) : 0;
-    }
-}
-
-/* Writes this rank's exchanges, in the order of their moments; returns how many. tiles: how many
- * this rank computes. */
-static int64_t ra__tour_exchanges(const ra__tour *w, ra__play *y, int64_t tiles,
-                                  ra__exchange *out) {
-    int64_t next[3] = { 0, 0, 0 }, count = 0;
-    if (w->p->d.ranks < 2) return 0;
-    ra__play_through(w, y);
-    for (;; count++) {
-        int64_t when = INT64_MAX;
-        ra__exchange *x = &out[count];
-        for (int32_t i = 0; i < 3; i++)
-            if (next[i] < y->count[i]) when = ra__min(when, y->moment[i][next[i]]);
-        if (when == INT64_MAX) break;
-        memset(x, 0, sizeof *x);
-        x->send = x->recv = x->returned = -1;
-        x->step = when;
-        for (int32_t i = 0; i < 3; i++) {
-            int32_t index = (int32_t)next[i];
-            if (next[i] == y->count[i] || y->moment[i][next[i]] != when) continue;
-            *(i == RA__LEAVES ? &x->send : i == RA__ARRIVES ? &x->recv : &x->returned) = index;
-            next[i]++;
-        }
-    }
-    ra__play_progress(y, tiles, out, count);
-    for (int64_t i = 0; i < count; i++)
-        out[i].step = (out[i].step >> RA__MOMENT_BITS) +
-                      (out[i].step & (((int64_t)1 << RA__MOMENT_BITS) - 1));
-    return count;
-}
-
 /* ========================================================================== WORKSPACE
  * The memory of a ring: its structs, how they are laid out in one workspace, and how many bytes
  * that takes. The plan reports these bytes, so they are counted here, before it. */
@@ -15495,6 +14999,28 @@ typedef struct ra__crew {
     const ra_transport *shared;        /* null: this rank reads no memory of others */
     ra__tickets tickets;
 } ra__crew;
+
+/* Level 1 over a transport that has sendrecv alone; all 0 if it is not used. See TRANSPORT. */
+typedef struct ra__link {
+    ra_transport below;
+    int32_t rank, ranks;
+    int32_t *left;                     /* [ranks] messages of this pass that are still to be
+                                        * exchanged with each rank */
+    int64_t open;                      /* of all ranks */
+    int64_t deadline_ns, patience_ns;  /* of the pass (0: none); longest sendrecv */
+    ra_transport_op *first, *last;     /* pending messages in the order in which they were posted */
+    int32_t fails, why;                /* atomic: 1: the first failure is being noted; RA_E_* */
+    int32_t peer[2];                   /* written before `why`: to and from whom that sendrecv was;
+                                        * RA_NO_PEER: neither */
+    int32_t helps;                     /* 1: a thread makes the rounds; `lock` guards the rest */
+    int32_t busy, leaves, out;         /* it is in a round; it shall end; atomic: it makes no more
+                                        * calls */
+#ifndef RINGATTN_NO_THREADS
+    pthread_t helper;
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+#endif
+} ra__link;
 enum { RA__RING_ENDING = 3 };          /* a pass that went well, while its last callbacks run */
 enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3, RA__FRAME_HELLO = 7,
        RA__FRAME_ROLL = 11 };
@@ -15656,6 +15182,7 @@ typedef struct ra__resume ra__resume;  /* see RESUME */
 struct ra_ring {
     ra_ring_desc rd;
     ra_transport tp;
+    ra__link link;                     /* of tp */
     uint8_t *base;                     /* workspace; it starts with this struct */
     int64_t bytes;
     int32_t has_transport, shared, rank, ranks;
@@ -15696,7 +15223,7 @@ struct ra_ring {
     int64_t pack_slots, own_posted, own_sent; /* own chunks that have been packed, and sent */
     int64_t released;                  /* receives that are folded by all tasks and sent on */
     int64_t moves;                     /* messages posted and taken */
-    int64_t exchanged;                 /* sendrecv alone: exchanges that are done */
+    int32_t *left;                     /* [ranks] see ra__link */
     int32_t greets;                    /* 1: this pass begins with hellos */
     int32_t notices;                   /* 1: this pass ends with notices: shared, forward */
     int32_t met;                       /* 1: a frame of another rank agreed with this one's, in this
@@ -15858,6 +15385,7 @@ static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n
     const ra_desc *d = &p->d;
     int64_t heads = d->sequences * n->rows * d->q_heads, before, state;
     (void)ra__carve(a, (int64_t)sizeof *r);
+    r->left = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
     before = a->used;
     r->work.m = (float *)ra__carve(a, heads * 4);
     r->work.l = (float *)ra__carve(a, heads * 4);
@@ -15883,6 +15411,7 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     int64_t align = ra__max(64, (int64_t)r->tp.align), own = n->back.own + n->back.stays;
     const int64_t longest = r->shared ? RA__FRAME_BYTES + RA__ADDRESS_BYTES : p->back.return_bytes;
     (void)ra__carve(a, (int64_t)sizeof *r);
+    r->left = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
     before = a->used;
     r->dq = (float *)ra__carve(a, heads * d->k_dim * 4);
     r->turn = (ra__turn *)ra__carve(a, n->back.tasks * d->sequences * (int64_t)sizeof *r->turn);
@@ -16116,34 +15645,14 @@ static void ra__travel_carve(ra__arena *a, const ra_plan *p, ra__travel *t, int6
     if (a->base) memset(t->need, 0, (size_t)(p->d.ranks * t->need_row));
 }
 
-/* Room for the lists of a pass: n messages each way, and these numbers of folds, exchanges and own
- * chunks. */
+/* Room for the lists of a pass: n messages each way, and these numbers of folds and own chunks. */
 static void ra__lists_carve(ra__arena *a, ra__pass_lists *w, int64_t n, int64_t folds,
-                            int64_t exchanges, int64_t own) {
+                            int64_t own) {
     w->fold = (ra__fold *)ra__carve(a, folds * (int64_t)sizeof *w->fold);
     w->recv = (ra__recv *)ra__carve(a, n * (int64_t)sizeof *w->recv);
     w->send = (ra__send *)ra__carve(a, n * (int64_t)sizeof *w->send);
     w->own = (ra__own *)ra__carve(a, own * (int64_t)sizeof *w->own);
     w->returned = (ra__returned *)ra__carve(a, own * (int64_t)sizeof *w->returned);
-    w->exchange = (ra__exchange *)ra__carve(a, exchanges * (int64_t)sizeof *w->exchange);
-}
-
-/* Carves the scratch of ra__tour_exchanges. Own chunks may be folded twice. */
-static void ra__play_carve(ra__arena *a, ra_plan *p) {
-    const int64_t chunks = p->keys.chunks, ranks = p->d.ranks;
-    ra__play y;
-    memset(&y, 0, sizeof y);
-    p->play = (ra__play *)ra__carve(a, (int64_t)sizeof y);
-    if (ranks < 2) return;
-    y.rank = (ra__play_rank *)ra__carve(a, ranks * (int64_t)sizeof *y.rank);
-    y.slot = (ra__play_slot *)ra__carve(a, ranks * ra__play_slots(p) * (int64_t)sizeof *y.slot);
-    y.seen = (ra__bounds *)ra__carve(a, ranks * ra__play_samples(p) * (int64_t)sizeof *y.seen);
-    y.chunk = (ra__play_chunk *)ra__carve(a, chunks * (int64_t)sizeof *y.chunk);
-    y.work = (ra__play_work *)ra__carve(a, 2 * chunks * (int64_t)sizeof *y.work);
-    y.come = (int64_t *)ra__carve(a, 2 * chunks * 8);
-    y.stores = (uint8_t *)ra__carve(a, p->keys.chunks + p->d.sequences);
-    for (int32_t i = 0; i < 3; i++) y.moment[i] = (int64_t *)ra__carve(a, chunks * 8);
-    if (a->base) *p->play = y;
 }
 
 /* Carves what depends on the number of chunks: at most so many. Backward, own chunks may be folded
@@ -16161,10 +15670,8 @@ static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t chunks) {
     p->place_begin = (int64_t *)ra__carve(a, ((int64_t)sequences + 1) * 8);
     p->start = (int64_t *)ra__carve(a, chunks * 8);
     p->line = (int64_t *)ra__carve(a, 3 * (int64_t)p->d.ranks * 8);
-    ra__play_carve(a, p);
-    ra__lists_carve(a, &p->forward, chunks, chunks + sequences, 2 * chunks, 0);
-    if (p->d.train)
-        ra__lists_carve(a, &p->back, chunks, 2 * chunks + sequences, 3 * chunks, chunks);
+    ra__lists_carve(a, &p->forward, chunks, chunks + sequences, 0);
+    if (p->d.train) ra__lists_carve(a, &p->back, chunks, 2 * chunks + sequences, chunks);
 }
 
 static void ra__lists_recv(ra__pass_lists *r, int64_t chunk, int32_t fold, int32_t send) {
@@ -16822,25 +16329,6 @@ static void ra__plan_fill(ra_plan *p) {
     ra__plan_readers(p);
 }
 
-/* Lists the calls of sendrecv, for transports that have nothing else. It simulates all ranks, so it
- * is not done until a ring needs it. Threads may create rings of the plan at the same time. */
-static void ra__plan_exchanges(const ra_plan *plan) {
-    ra_plan *p = (ra_plan *)(uintptr_t)plan;
-    if (p->d.ranks < 2) return;
-    if (!ra__cas_i32(&p->play->state, RA__PLAY_NONE, RA__PLAY_STARTED)) {
-        while (ra__load_i32(&p->play->state) != RA__PLAY_DONE) ra__yield();
-        return;
-    }
-    for (int back = 0; back <= p->d.train; back++) {
-        const ra_pass_figures *f = back ? &p->report.backward : &p->report.forward;
-        ra__pass_lists *lists = back ? &p->back : &p->forward;
-        const ra__tour w = ra__tour_of(p, back);
-        lists->exchanges = ra__tour_exchanges(&w, p->play, f->tiles_partial + f->tiles_full,
-                                              lists->exchange);
-    }
-    ra__store_i32(&p->play->state, RA__PLAY_DONE);
-}
-
 /* Key rows of sequence b on all ranks together: those of the tables if there are any. */
 static int64_t ra__layout_rows(const ra_desc *d, int32_t b) {
     const ra_layout *l = &d->layout;
@@ -17008,10 +16496,12 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
 /* ========================================================================== TRANSPORT
  * Checks an ra_transport before any of it is used, and fills in its defaults. In: the caller's
  * struct and what the plan needs. Out: a refusal whose (status, field) names one check, or a copy.
- * Size and ABI are checked first, then numbers, then pointers. No callback is called here. */
+ * Size and ABI are checked first, then numbers, then pointers. Over transports that have sendrecv
+ * alone it posts and polls. */
 
 enum { RA__TP_CAPS = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_LOAN | RA_CAP_DEADLINE
-                     | RA_CAP_SHARED };
+                     | RA_CAP_SHARED | RA_CAP_HELPER };
+enum { RA__CAP_BLOCKS = 1 << 16 };     /* inside: poll waits for other ranks to poll */
 #define RA__TP_SIZE_V1 (offsetof(ra_transport, error_text) + sizeof(void *))
 #define RA__TP_SIZE_MAX 4096           /* no version will be larger: above it is garbage */
 #define RA__TP_MAX_MSG ((size_t)1 << 30)
@@ -17138,6 +16628,391 @@ static int ra__tp_turn(const ra_transport *t) {
 /* The pass has called its last callback: another one may begin, on any thread. */
 static void ra__tp_turn_ends(const ra_transport *t) {
     if (t->turn) ra__store_i32(t->turn, 0);
+}
+
+/* -------------------------------------------------------------------------- sendrecv alone
+ * Rings and caches post and poll. Over a transport that has nothing but sendrecv a link does that
+ * for them, in rounds. In a round it goes through the distances 1, 2, ... up to half of the ranks.
+ * At each it exchanges a word with the rank that far above and the one that far below: the lengths
+ * of the messages that it is ready to send there and to receive from there. Then follows a sendrecv
+ * for each message that both sides are ready for. With one rank at that distance it moves equally
+ * many bytes both ways, and the longer message continues in the next round.
+ *
+ * No deadlock, for any plan and number of ranks. Two ranks take part in rounds of each other from
+ * the beginning of a pass until all messages between them have moved. Both count these messages in
+ * their plans, so both stop in the same round. A call has a place: round, distance, and which call
+ * it is there. Each rank makes its calls in the order of places. Both sides of a message make their
+ * calls at the same place, because both find it from the same two words. Take the first place at
+ * which a rank waits. The rank that it waits for waits nowhere: it computes, or has not begun the
+ * pass. It will come. So every round ends, and a message that both sides have posted moves in the
+ * next round, whatever others wait for. All this is less than what level 1 demands, and its proof
+ * (see SCHEDULE) does the rest.
+ *
+ * With RA_CAP_HELPER a thread of the link makes the rounds, so messages move while others compute.
+ * Without it, or without threads, each poll makes one: the link then has RA__CAP_BLOCKS, and is
+ * polled between steps only. Ranks may differ in this.
+ *
+ * Failure. A link that fails says so in its next words, and the others report RA_E_ABORTED. A
+ * failed sendrecv ends the link at once, and the failure names both ranks of that call. With a
+ * helper, abort is passed on in quiesce: when the helper has left sendrecv, or after a second or
+ * half of the time that quiesce has. If the helper is still inside at the end of that time, it is
+ * left there and the result is RA_E_UNSAFE: ring or cache, thread and buffers are leaked. */
+enum { RA__LINK_OPS = 64, RA__LINK_NAP_NS = 30000, RA__LINK_ANSWER_NS = 1000000000 };
+enum { RA__LINK_NEXT, RA__LINK_MOVED, RA__LINK_ENDED };    /* words of ra_transport_op.scratch:
+                                        * the next op in the list; bytes moved; how it ended */
+
+/* What a rank says to another in each round; why: RA_E_* if its link has failed. */
+typedef struct ra__word {
+    int64_t why;
+    uint64_t ready[2], wanted[2];      /* lengths by channel; 0: no message */
+} ra__word;
+
+/* One side of a sendrecv of a message; op null: there is none. least: bytes that both have. */
+typedef struct ra__link_half {
+    ra_transport_op *op;
+    uint8_t *at;
+    size_t bytes, least;
+    int32_t peer, status;              /* status: how the op ends */
+} ra__link_half;
+
+static void ra__link_lock(ra__link *u, int lock) {
+#ifndef RINGATTN_NO_THREADS
+    if (u->helps && lock) pthread_mutex_lock(&u->lock);
+    if (u->helps && !lock) pthread_mutex_unlock(&u->lock);
+#else
+    (void)u, (void)lock;
+#endif
+}
+
+/* The first failure counts. to, from: the ranks that it may concern. */
+static void ra__link_fail(ra__link *u, int why, int32_t to, int32_t from) {
+    if (!ra__cas_i32(&u->fails, 0, 1)) return;
+    u->peer[0] = to;
+    u->peer[1] = from;
+    ra__store_i32(&u->why, why < 0 ? why : RA_E_IO);
+}
+
+/* One call of the transport; 0: the link has failed. */
+static int ra__link_call(ra__link *u, int32_t to, const void *s, size_t s_len, int32_t from,
+                         void *r, size_t r_len, uint64_t tag) {
+    const int64_t until = ra__add_sat(ra_now_ns(), u->patience_ns);
+    const int late = u->deadline_ns && u->deadline_ns <= until;
+    if (to == RA_NO_PEER && from == RA_NO_PEER) return 1;
+    int code = u->below.sendrecv(u->below.ctx, to, s, s_len, from, r, r_len,
+                                 ra__tp_tag(&u->below, (int64_t)tag),
+                                 late ? u->deadline_ns : until);
+    if (code == RA_E_TIMEOUT && !late) code = RA_E_PEER;
+    if (code) ra__link_fail(u, code, to, from);
+    return code == 0;
+}
+
+/* The first pending message of this kind, channel and peer. */
+static ra_transport_op *ra__link_first(const ra__link *u, int32_t peer, int channel, int kind) {
+    ra_transport_op *op = u->first;
+    while (op && (op->peer != peer || op->channel != channel || op->kind != kind))
+        op = (ra_transport_op *)op->scratch[RA__LINK_NEXT];
+    return op;
+}
+
+/* Takes a message that has ended out of the list, and counts it. */
+static void ra__link_end(ra__link *u, ra_transport_op *op, int status) {
+    ra_transport_op *before = NULL, *next = (ra_transport_op *)op->scratch[RA__LINK_NEXT];
+    for (ra_transport_op *x = u->first; x != op; x = (ra_transport_op *)x->scratch[RA__LINK_NEXT])
+        before = x;
+    if (before) before->scratch[RA__LINK_NEXT] = next;
+    else u->first = next;
+    if (u->last == op) u->last = before;
+    op->scratch[RA__LINK_ENDED] = (void *)(intptr_t)status;
+    u->left[op->peer]--;
+    u->open--;
+}
+
+/* The word of this rank for another. */
+static ra__word ra__link_say(const ra__link *u, int32_t peer) {
+    ra__word w;
+    memset(&w, 0, sizeof w);
+    w.why = ra__load_i32(&u->why);
+    for (int c = 0; c < 2 && peer != RA_NO_PEER; c++) {
+        const ra_transport_op *out = ra__link_first(u, peer, c, RA_MSG_SEND);
+        const ra_transport_op *in = ra__link_first(u, peer, c, RA_MSG_RECV);
+        w.ready[c] = out ? out->len : 0;
+        w.wanted[c] = in ? in->len : 0;
+    }
+    return w;
+}
+
+/* A message of which the two sides have these lengths; 0: a side is not ready. */
+static ra__link_half ra__link_half_of(const ra__link *u, int32_t peer, int channel, int kind,
+                                      uint64_t mine, uint64_t theirs) {
+    ra__link_half h;
+    memset(&h, 0, sizeof h);
+    h.peer = RA_NO_PEER;
+    if (!mine || !theirs) return h;
+    h.op = ra__link_first(u, peer, channel, kind);
+    const size_t moved = (size_t)(uintptr_t)h.op->scratch[RA__LINK_MOVED];
+    h.peer = peer;
+    h.status = mine == theirs ? (int)RA_MSG_DONE : (int)RA_E_TRUNC;
+    h.least = (size_t)(mine < theirs ? mine : theirs);
+    h.at = (uint8_t *)h.op->buf + moved;
+    h.bytes = h.least - moved;
+    return h;
+}
+
+static void ra__link_advance(ra__link *u, const ra__link_half *h) {
+    if (!h->op) return;
+    const size_t moved = (size_t)(uintptr_t)h->op->scratch[RA__LINK_MOVED] + h->bytes;
+    h->op->scratch[RA__LINK_MOVED] = (void *)(uintptr_t)moved;
+    if (moved == h->least) ra__link_end(u, h->op, h->status);
+}
+
+/* Moves what two halves have; 1: something, 0: nothing, -1: the link has failed. even: both are
+ * with the same rank. */
+static int ra__link_move(ra__link *u, ra__link_half *out, ra__link_half *in, int even,
+                         uint64_t tag) {
+    const size_t unit = u->below.align ? u->below.align : 64;      /* what follows stays aligned */
+    if (!out->op && !in->op) return 0;
+    if (even && out->op && in->op && out->bytes != in->bytes) {
+        const size_t both = (out->bytes < in->bytes ? out->bytes : in->bytes) / unit * unit;
+        if (both) out->bytes = in->bytes = both;
+    }
+    if (!ra__link_call(u, out->peer, out->at, out->bytes, in->peer, in->at, in->bytes, tag))
+        return -1;
+    ra__link_lock(u, 1);
+    ra__link_advance(u, out);
+    ra__link_advance(u, in);
+    ra__link_lock(u, 0);
+    return 1;
+}
+
+/* A round with the ranks at a distance; 1: something moved, 0: nothing did, -1: it was the last. */
+static int ra__link_meet(ra__link *u, int32_t distance) {
+    const int32_t n = u->ranks;
+    int32_t peer[2] = { (u->rank + distance) % n, (u->rank + n - distance) % n };
+    const int sides = peer[0] == peer[1] ? 1 : 2;
+    ra__word mine[2], theirs[2];
+    int moved = 0, one = 0;
+    for (int i = 0; i < 2; i++)
+        if (!u->left[peer[i]]) peer[i] = RA_NO_PEER;
+    if (peer[0] == RA_NO_PEER && peer[1] == RA_NO_PEER) return 0;
+    memset(theirs, 0, sizeof theirs);
+    ra__link_lock(u, 1);
+    for (int i = 0; i < 2; i++) mine[i] = ra__link_say(u, peer[i]);
+    ra__link_lock(u, 0);
+    for (int i = 0, back; i < sides; i++) {
+        back = sides == 2 ? 1 - i : i;
+        const size_t s = peer[i] == RA_NO_PEER ? 0 : sizeof *mine;
+        const size_t r = peer[back] == RA_NO_PEER ? 0 : sizeof *mine;
+        if (!ra__link_call(u, peer[i], &mine[i], s, peer[back], &theirs[back], r, 0)) return -1;
+    }
+    for (int i = 0; i < sides; i++)
+        if (theirs[i].why) ra__link_fail(u, RA_E_ABORTED, RA_NO_PEER, peer[i]);
+    if (mine[0].why || theirs[0].why || theirs[1].why) return -1;
+    for (int c = 0, i = 0; c < 2 && one >= 0; i = i + 1 < sides ? i + 1 : 0, c += i == 0) {
+        const int back = sides == 2 ? 1 - i : i;
+        ra__link_lock(u, 1);
+        ra__link_half out = ra__link_half_of(u, peer[i], c, RA_MSG_SEND, mine[i].ready[c],
+                                             theirs[i].wanted[c]);
+        ra__link_half in = ra__link_half_of(u, peer[back], c, RA_MSG_RECV, mine[back].wanted[c],
+                                            theirs[back].ready[c]);
+        ra__link_lock(u, 0);
+        one = ra__link_move(u, &out, &in, sides == 1, 1 + (uint64_t)c);
+        moved |= one > 0;
+    }
+    return one < 0 ? -1 : moved;
+}
+
+static int ra__link_round(ra__link *u) {
+    int moved = 0;
+    for (int32_t d = 1; d <= u->ranks / 2; d++) {
+        const int one = ra__link_meet(u, d);
+        if (one < 0) return -1;
+        moved |= one;
+    }
+    return moved;
+}
+
+static int ra__link_post(void *ctx, ra_transport_op *const *ops, int n) {
+    ra__link *u = (ra__link *)ctx;
+    ra__link_lock(u, 1);
+    for (int i = 0; i < n; i++) {
+        ra_transport_op *op = ops[i];
+        if (op->state != RA_MSG_IDLE) continue;
+        if (u->last) u->last->scratch[RA__LINK_NEXT] = op;
+        else u->first = op;
+        u->last = op;
+        op->state = RA_MSG_PENDING;
+    }
+    ra__link_lock(u, 0);
+    return ra__load_i32(&u->why);
+}
+
+/* Messages that have ended come before the failure of the link: they may say why it failed. */
+static int ra__link_poll(void *ctx, ra_transport_op *const *ops, int n) {
+    ra__link *u = (ra__link *)ctx;
+    int ended = 0;
+    if (!u->helps && u->open && !ra__load_i32(&u->why)) (void)ra__link_round(u);
+    ra__link_lock(u, 1);
+    for (int i = 0; i < n; i++) {
+        ra_transport_op *op = ops[i];
+        const int status = (int)(intptr_t)op->scratch[RA__LINK_ENDED];
+        if (op->state != RA_MSG_PENDING || !status) continue;
+        op->done = (size_t)(uintptr_t)op->scratch[RA__LINK_MOVED];
+        op->state = status;
+        ended = 1;
+    }
+    ra__link_lock(u, 0);
+    return ended ? RA_OK : ra__load_i32(&u->why);
+}
+
+RA__UNUSED static int ra__link_wait(void *ctx, ra_transport_op *const *ops, int n,
+                                    int64_t deadline_ns) {
+    for (;;) {
+        int pending = 0, code = ra__link_poll(ctx, ops, n);
+        for (int i = 0; i < n; i++) pending += ops[i]->state == RA_MSG_PENDING;
+        if (code || pending < n || ra_now_ns() >= deadline_ns) return code;
+        ra__sleep_ns(RA__LINK_NAP_NS);
+    }
+}
+
+static int ra__link_abort(void *ctx, int why) {
+    ra__link *u = (ra__link *)ctx;
+    ra__link_fail(u, why, RA_NO_PEER, RA_NO_PEER);
+    return u->helps || !u->below.abort ? RA_OK : u->below.abort(u->below.ctx, why);
+}
+
+static int ra__link_quiesce(void *ctx, int64_t deadline_ns) {
+    ra__link *u = (ra__link *)ctx;
+    const int64_t begin = ra_now_ns(), most = ra__max(0, ra__time_since(deadline_ns, begin));
+    const int64_t told = begin + ra__min(RA__LINK_ANSWER_NS, most / 2);
+    int tells = u->helps && u->below.abort;
+    ra__link_fail(u, RA_E_ABORTED, RA_NO_PEER, RA_NO_PEER);
+    for (int in = u->helps; in || tells;) {
+        const int64_t now = ra_now_ns();
+        in = u->helps && !ra__load_i32(&u->out);
+        if (tells && (!in || now > told)) {
+            (void)u->below.abort(u->below.ctx, ra__load_i32(&u->why));
+            tells = 0;
+        }
+        if (in && now > deadline_ns) return RA_E_UNSAFE;
+        if (in) ra__sleep_ns(RA__LINK_NAP_NS);
+    }
+    return u->below.quiesce ? u->below.quiesce(u->below.ctx, deadline_ns) : RA_OK;
+}
+
+static const char *ra__link_error_text(void *ctx, int code) {
+    const ra__link *u = (const ra__link *)ctx;
+    return u->below.error_text ? u->below.error_text(u->below.ctx, code) : NULL;
+}
+
+#ifndef RINGATTN_NO_THREADS
+/* Makes rounds while messages are left, and sleeps between passes. */
+static void *ra__link_main(void *arg) {
+    ra__link *u = (ra__link *)arg;
+    int moved = 0;
+    pthread_mutex_lock(&u->lock);
+    while (moved >= 0 && !u->leaves) {
+        u->busy = u->open > 0;
+        if (!u->busy && ra__load_i32(&u->why)) break;
+        if (!u->busy) {
+            ra__cond_sleep(&u->wake, &u->lock, 1000000000);
+            continue;
+        }
+        pthread_mutex_unlock(&u->lock);
+        moved = ra__link_round(u);
+        if (!moved) ra__sleep_ns(RA__LINK_NAP_NS);
+        pthread_mutex_lock(&u->lock);
+    }
+    pthread_mutex_unlock(&u->lock);
+    ra__store_i32(&u->out, 1);
+    return NULL;
+}
+
+/* 0: there is no memory for a thread. */
+static int ra__link_start(ra__link *u) {
+    if (pthread_mutex_init(&u->lock, NULL)) return 0;
+    if (!ra__cond_init(&u->wake)) {
+        u->helps = 1;
+        if (!pthread_create(&u->helper, NULL, ra__link_main, u)) return 1;
+        u->helps = 0;
+        pthread_cond_destroy(&u->wake);
+    }
+    pthread_mutex_destroy(&u->lock);
+    return 0;
+}
+#endif
+
+/* If *tp has sendrecv alone, makes it the transport of link u, whose address stays. */
+static ra_status ra__link_open(ra__link *u, ra_transport *tp, int32_t rank, int32_t ranks,
+                               ra_error *e) {
+    if (tp->post) return RA_OK;
+    u->below = *tp;
+    u->rank = rank;
+    u->ranks = ranks;
+    tp->caps &= RA_CAP_ANY_PEER | RA_CAP_ANY_THREAD | RA_CAP_DEADLINE;
+    tp->channels = 2;
+    tp->max_ops = RA__LINK_OPS;
+    tp->ctx = u;
+    tp->post = ra__link_post;
+    tp->poll = ra__link_poll;
+    tp->wait = NULL;
+    tp->reg = NULL;
+    tp->dereg = NULL;
+    tp->release = NULL;
+    tp->abort = ra__link_abort;
+    tp->quiesce = ra__link_quiesce;
+    tp->error_text = ra__link_error_text;
+#ifndef RINGATTN_NO_THREADS
+    if (u->below.caps & RA_CAP_HELPER) {
+        if (!ra__link_start(u))
+            return ra__refuse(e, RA_E_NOMEM, "transport.caps",
+                              "has RA_CAP_HELPER, but no thread can be started", 0);
+        tp->caps |= RA_CAP_ANY_THREAD;
+        tp->wait = ra__link_wait;
+        return RA_OK;
+    }
+#endif
+    (void)e;
+    tp->caps |= RA__CAP_BLOCKS;
+    return RA_OK;
+}
+
+/* Waits until the helper has left the last round of a pass, in which nothing is left to move. */
+static void ra__link_rest(ra__link *u) {
+    for (int busy = u->helps; busy;) {
+        ra__link_lock(u, 1);
+        busy = u->busy;
+        ra__link_lock(u, 0);
+        if (busy) ra__yield();
+    }
+}
+
+/* Begins a pass. left: how many messages are exchanged with each rank. */
+static void ra__link_begin(ra__link *u, int32_t *left, int64_t deadline_ns, int64_t patience_ns) {
+    ra__link_lock(u, 1);
+    u->left = left;
+    u->deadline_ns = deadline_ns;
+    u->patience_ns = patience_ns;
+    for (int32_t r = 0; r < u->ranks; r++) u->open += left[r];
+#ifndef RINGATTN_NO_THREADS
+    if (u->helps) pthread_cond_signal(&u->wake);
+#endif
+    ra__link_lock(u, 0);
+}
+
+/* Ends the helper, which is in no call of the transport. */
+static void ra__link_close(ra__link *u) {
+#ifndef RINGATTN_NO_THREADS
+    if (!u->helps) return;
+    pthread_mutex_lock(&u->lock);
+    u->leaves = 1;
+    pthread_cond_signal(&u->wake);
+    pthread_mutex_unlock(&u->lock);
+    pthread_join(u->helper, NULL);
+    pthread_cond_destroy(&u->wake);
+    pthread_mutex_destroy(&u->lock);
+#else
+    (void)u;
+#endif
 }
 
 #undef RA__TP_SIZE_V1
@@ -18462,7 +18337,7 @@ RA__INLINE int ra__ring_rolls(const ra_ring *r) {
 /* 1: two ops are kept free for the roll call that comes against the direction of travel, so that it
  * need not wait for the last chunks. */
 static int ra__roll_early(const ra_ring *r) {
-    return ra__ring_rolls(r) && r->tp.post && ra__ring_ops(r) >= 6;
+    return ra__ring_rolls(r) && ra__ring_ops(r) >= 6;
 }
 
 /* How many ops of a queue of chunks may be pending. Backward a quarter is for returned
@@ -18632,15 +18507,6 @@ static int64_t ra__ring_patience(ra_ring *r) {
     return ra__add_sat(RA__QUIET_NS, ns / d->threads);
 }
 
-/* This rank has computed as much as it should have by the time of an exchange. Tiles show how far
- * it is within a chunk; chunks of which everything is folded also count if the plan's figure of
- * tiles is too high, as with positions that it does not know. */
-static int ra__exchange_due(ra_ring *r, const ra__exchange *x) {
-    const ra_ring_counters *c = &r->counters;
-    return ra__load_i64(&c->tiles_partial) + ra__load_i64(&c->tiles_full) >= x->after_tiles ||
-           ra__load_i64(&r->folded) >= x->after_folds;
-}
-
 /* The message that this rank waits for: the next one of the first queue that has not ended. */
 static ra__blame ra__ring_awaits(const ra_ring *r) {
     int32_t hop;
@@ -18656,68 +18522,16 @@ static ra__blame ra__ring_awaits(const ra_ring *r) {
 
 /* The transport itself has failed, with a code. */
 static ra_status ra__ring_fail_context(ra_ring *r, int code) {
+    const ra__link *u = r->tp.post == ra__link_post ? &r->link : NULL;
     ra__blame why = ra__ring_awaits(r);
+    if (u && (u->peer[0] >= 0 || u->peer[1] >= 0)) {   /* a sendrecv with these two */
+        const int32_t to = u->peer[0], from = u->peer[1];
+        if (why.peer != (from >= 0 ? from : to))
+            why = ra__blame_of(from >= 0 ? from : to, from < 0, 0, -1);
+        if (to >= 0 && to != why.peer) why.to = to;
+    }
     why.code = code;
     return ra__ring_fail(r, ra__ring_code(code), why);
-}
-
-/* Transports with sendrecv only: a send and a receive, of which one may be null. chunk: what a
- * failure names. */
-static ra_status ra__ring_sendrecv(ra_ring *r, ra_transport_op *out, ra_transport_op *in,
-                                   int64_t step, int64_t chunk) {
-    int64_t patience = ra__ring_patience(r), left = ra__ring_left(r, r->deadline, patience);
-    int code = r->tp.sendrecv(r->tp.ctx, out ? out->peer : RA_NO_PEER, out ? out->buf : NULL,
-                              out ? out->len : 0, in ? in->peer : RA_NO_PEER,
-                              in ? in->buf : NULL, in ? in->len : 0, ra__tp_tag(&r->tp, step),
-                              ra__ring_until(left));
-    if (code == RA_E_TIMEOUT && left == patience) code = RA_E_PEER; /* the watchdog's time */
-    if (code) {
-        ra__blame why = ra__blame_of(in ? in->peer : out->peer, !in, code, chunk);
-        if (in && out && in->peer != out->peer) why.to = out->peer;
-        return ra__ring_fail(r, ra__ring_code(code), why);
-    }
-    if (in) in->state = RA_MSG_DONE;
-    if (out) out->state = RA_MSG_DONE;
-    return RA_OK;
-}
-
-/* Transports with sendrecv only: the next message of the roll call, sends first, when this rank has
- * folded everything: it would not compute meanwhile. */
-static ra_status ra__ring_exchange_roll(ra_ring *r) {
-    if (ra__load_i64(&r->folded) < r->lists->folds) return RA_OK;
-    for (int which = RA__ROLL_OUT; which <= RA__ROLL_BACK_IN; which++) {
-        const ra__queue *queue = &r->queue[which];
-        ra_transport_op *op = queue->op;
-        const int sends = ra__queue_sends(which);
-        if (queue->done < queue->posted)
-            return ra__ring_sendrecv(r, sends ? op : NULL, sends ? NULL : op, 0, -1);
-    }
-    return RA_OK;
-}
-
-/* Transports with sendrecv only: the hellos, or the next exchange, if both its halves have been
- * posted and it is due. One at a time: the next may send on what came in this. */
-static ra_status ra__ring_exchange(ra_ring *r) {
-    const ra__pass_lists *lists = r->lists;
-    const ra__exchange *x;
-    ra_transport_op *in = NULL, *out = NULL;
-    ra_status s;
-    if (r->queue[RA__HELLO_IN].done < r->queue[RA__HELLO_IN].posted)
-        return ra__ring_sendrecv(r, ra__queue_op(&r->queue[RA__HELLO_OUT], 0),
-                                 ra__queue_op(&r->queue[RA__HELLO_IN], 0), 0, -1);
-    if (r->exchanged == lists->exchanges) return ra__ring_exchange_roll(r);
-    x = &lists->exchange[r->exchanged];
-    if (x->recv >= r->queue[RA__RECEIVES].posted || x->send >= r->queue[RA__SENDS].posted ||
-        x->returned >= r->queue[RA__RETURNS].posted || !ra__exchange_due(r, x))
-        return RA_OK;
-    const int from = x->recv >= 0 ? RA__RECEIVES : RA__RETURNS;
-    const int32_t i = x->recv >= 0 ? x->recv : x->returned;
-    if (i >= 0) in = ra__queue_op(&r->queue[from], i);
-    if (x->send >= 0) out = ra__queue_op(&r->queue[RA__SENDS], x->send);
-    s = ra__ring_sendrecv(r, out, in, x->step, in ? ra__queue_chunk(r, from, i)
-                                                  : ra__queue_chunk(r, RA__SENDS, x->send));
-    r->exchanged += s == RA_OK;
-    return s;
 }
 
 /* Posts what is idle and polls; after a failure it does neither. */
@@ -18725,7 +18539,6 @@ static ra_status ra__ring_drive(ra_ring *r) {
     int n = ra__ring_list(r), idle = 0, code = RA_OK;
     if (ra__load_i32(&r->crew.state) != RA_RING_RUNNING)
         return ra__ring_fail(r, RA_E_ABORTED, ra__nobody);
-    if (!r->tp.post) return ra__ring_exchange(r);
     for (int i = 0; i < n; i++) idle |= r->list[i]->state == RA_MSG_IDLE;
     if (idle) code = r->tp.post(r->tp.ctx, r->list, n);
     if (code >= 0) code = r->tp.poll(r->tp.ctx, r->list, n);
@@ -18747,7 +18560,7 @@ static void ra__ring_pause(void *ctx) {
 /* The ring uses this transport from now on. */
 static void ra__ring_bind(ra_ring *r, const ra_transport *tp) {
     r->tp = *tp;
-    r->pause.call = tp->post ? ra__ring_pause : NULL;
+    r->pause.call = tp->post && !(tp->caps & RA__CAP_BLOCKS) ? ra__ring_pause : NULL;
     r->pause.ctx = r;
 }
 
@@ -19019,9 +18832,7 @@ static int64_t ra__step_work(const ra_desc *d, int32_t backward) {
 }
 
 /* Claims the next task if its chunk has come and the task has folded the chunk before. Skips tasks
- * that have folded it already, together with an earlier one, or see none of it. With sendrecv
- * alone, buffers of entries that it has gone past become free before the next task is computed.
- * Under `sched`. */
+ * that have folded it already, together with an earlier one, or see none of it. Under `sched`. */
 static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
     ra__ring_advance(r);
     for (;;) {
@@ -19040,7 +18851,6 @@ static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
         if (++r->claim_task == r->lists->task_begin[b + 1] - r->lists->task_begin[b]) {
             r->claim_task = 0;
             r->claim_fold++;
-            if (r->has_transport && !r->tp.post) ra__ring_advance(r);
         }
         if (next == before) return 1;
     }
@@ -19137,24 +18947,13 @@ static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e)
     return done;
 }
 
-/* Whether a task that was claimed at entry `from` may fold entry `next`. With sendrecv alone it
- * must not pass an entry that has not come: a buffer is free only after every task has used it, and
- * a peer may wait for it. For the same reason all tasks stop where a series ends. */
-static int ra__fold_goes_on(const ra_ring *r, int64_t from, int64_t next) {
-    if (next == RA__NO_FOLD || !ra__ring_inputs_ready(r, next)) return 0;
-    if (!r->has_transport || r->tp.post) return 1;
-    while (from < next && ra__ring_inputs_ready(r, from) && !r->plan->play->stores[from + 1])
-        from++;
-    return from == next;
-}
-
 /* Received chunks keep their buffers until the tasks that fold them are stored. So that others can
  * arrive meanwhile, all tasks store after each half of the buffers, and before own chunks (not in
  * rounds, where one comes at a time). If that is so few keys that storing would cost too much, they
  * store after more. Nothing waits for the buffers of the last messages: as many as there are
  * buffers are one series with the own chunks after them. (If messages may be lent, the rank that
  * lends them waits, and with more than two ranks it has others to receive.) Shared chunks need no
- * buffers, and during a sendrecv nothing is computed anyway.
+ * buffers.
  * PERF: Zen 5, 2 ranks, causal, 4096 tokens, 8 heads of D 64, a link on which messages take as long
  * as computing: the steps of rank 1 take 49.2 -> 47.1 ms. */
 enum { RA__SERIES_LEAST = 1024 };
@@ -19172,7 +18971,7 @@ static int ra__fold_joins(const ra_ring *r, const ra__fold_hand *h) {
     const int32_t recv = r->lists->fold[h->next].recv;
     if (h->x.block > 0) return 1;
     if (h->x.folded * RA_BLOCK_TOKENS >= RA__SERIES_KEYS) return 0;
-    if (h->received < 0 || r->shared || !r->tp.post) return 1;
+    if (h->received < 0 || r->shared) return 1;
     const int32_t series = ra__fold_series(r, h->received);
     if (recv < 0) return r->plan->round || series == INT32_MAX;
     return ra__fold_series(r, recv) == series;
@@ -19194,7 +18993,8 @@ static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     const ra__seg *end = &h->x.at[h->t.count - 1].seg;
     e->q_rows = end->row + end->rows - e->q_row;
     e->head = h->x.at[0].head;
-    while (more && ra__fold_goes_on(r, desk->claim.fold, h->next) && ra__fold_joins(r, h))
+    while (more && h->next != RA__NO_FOLD && ra__ring_inputs_ready(r, h->next) &&
+           ra__fold_joins(r, h))
         more = h->x.left > 0 && ra__fold_chunk(r, desk, &n, e);
     if (more) {
         if (n.tiles[RA__EMPTY]) ra__ring_folded(r, desk->claim.fold, &n, e);
@@ -19408,7 +19208,7 @@ static int ra__ring_may_talk(const ra_ring *r, int ith) {
 }
 
 static int ra__ring_may_poll(const ra_ring *r, int ith) {
-    return ra__ring_may_talk(r, ith) && r->tp.post;
+    return ra__ring_may_talk(r, ith) && r->pause.call;
 }
 
 /* Computes the task in hand for one step. */
@@ -19551,7 +19351,6 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
             ra__ring_complete(r);
         ra__store_i32(&r->crew.comm, 0);
         if (moved < 0) return moved;
-        if (moved && r->has_transport && !r->tp.post) return RA_AGAIN; /* peers may be waiting */
     }
     if (ra__load_i32(&r->meeting)) return moved ? RA_AGAIN : RA_WAIT;
     if (ith >= ra__load_i32(&r->threads)) {            /* the plan has no memory for it */
@@ -19621,7 +19420,6 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     r->base = base;
     r->bytes = bytes;
     r->rd = *rd;
-    ra__ring_bind(r, &tp);
     r->has_transport = p->d.ranks > 1;
     r->shared = shared;
     r->crew.shared = shared ? &r->tp : NULL;
@@ -19629,7 +19427,11 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     r->ranks = p->d.ranks;
     r->counters.waiting_peer = -1;
     if (!r->rd.quiesce_ns) r->rd.quiesce_ns = (int64_t)30 * 1000000000;
-    if (r->has_transport && !tp.post) ra__plan_exchanges(p);
+    ra_status s = RA_OK;
+    if (r->has_transport) s = ra__link_open(&r->link, &tp, r->rank, r->ranks, e);
+    if (s && !rd->workspace) ra__free(&rd->allocator, base, (size_t)bytes);
+    if (s) return s;
+    ra__ring_bind(r, &tp);
     if (r->has_transport && tp.reg && tp.reg(tp.ctx, base, (size_t)bytes, &r->mr)) r->mr = NULL;
     *out = r;
     return RA_OK;
@@ -19656,6 +19458,7 @@ RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring) {
     if (ra__load_i32(&ring->crew.state) != RA_RING_IDLE || ra__load_i32(&ring->cancelled))
         (void)ra_finish(ring, RA_NO_DEADLINE);
     if (ring->unsafe) return RA_E_UNSAFE;
+    ra__link_close(&ring->link);
     if (ring->mr && ring->tp.dereg) (void)ring->tp.dereg(ring->tp.ctx, ring->mr);
     ra_allocator a = ring->rd.allocator;
     for (ra__more *next, *more = ring->more; more; more = next) {
@@ -19784,7 +19587,7 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     ra__store_i32(&c->waiting_peer, r->lists->recvs ? ra__ring_peer(r, -1) : -1);
     ra__store_i64(&c->pass, r->pass);
     r->claim_fold = r->claim_task = 0;
-    r->released = r->own_posted = r->exchanged = 0;
+    r->released = r->own_posted = 0;
     ra__store_i64(&r->own_sent, 0);
     ra__store_i64(&r->folded, 0);
     ra__store_i64(&r->returns_folded, 0);
@@ -19841,6 +19644,18 @@ static void ra__begin_earlier(ra_ring *r) {
     r->intact = 0;
 }
 
+/* Counts the messages of a pass, for a transport that has sendrecv alone. */
+static void ra__begin_link(ra_ring *r, int64_t deadline_ns) {
+    const int64_t left = ra__ring_left(r, deadline_ns, INT64_MAX);
+    int32_t hop;
+    memset(r->left, 0, (size_t)r->ranks * sizeof *r->left);
+    for (int32_t k = 0; k < RA__QUEUES; k++)
+        for (int64_t i = 0; i < r->queue[k].total; i++)
+            r->left[ra__queue_peer(r, k, i, &hop)]++;
+    ra__link_begin(&r->link, r->left, deadline_ns ? ra__ring_until(left) : 0,
+                   ra__ring_patience(r));
+}
+
 /* The pass that is prepared runs from now on. */
 static void ra__ring_start(ra_ring *r, int64_t deadline_ns) {
     r->deadline = deadline_ns;
@@ -19862,9 +19677,9 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
         ra__ring_bytes(job->plan, &job->plan->sizes, ring->shared, ring->tp.align).bytes;
     if (need > ring->bytes) return ra__ring_too_small(&ring->refusal, ring->bytes, need);
     if (!ra__tp_turn(&ring->tp)) return ra__crew_no_turn(&ring->refusal, &ring->tp, ring->pass);
+    ra__link_rest(&ring->link);
     ring->work = w;
     ra__ring_lay_out(ring, job->plan, job->pass);
-    if (ring->has_transport && !ring->tp.post) ra__plan_exchanges(job->plan);
     ra__begin_earlier(ring);
     ring->plan = job->plan;
     ring->lists = job->pass == RA_PASS_BACKWARD ? &job->plan->back : &job->plan->forward;
@@ -19880,6 +19695,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__store_i64(&ring->most_tiles, 0);
     ra__store_i32(&ring->threads, job->plan->d.threads);
     ra__store_i32(&ring->backward, ring->lists->backward);
+    if (ring->tp.post == ra__link_post) ra__begin_link(ring, job->deadline_ns);
     ra__ring_start(ring, job->deadline_ns);
     return RA_OK;
 }
@@ -20060,7 +19876,7 @@ RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns) {
     int64_t left = ra__ring_left(ring, deadline_ns, ring->rd.quiesce_ns);
     ring->quiet = 1;
     if (ring->tp.quiesce ? ring->tp.quiesce(ring->tp.ctx, ra__ring_until(left)) != RA_OK
-                         : ra__ring_list(ring) > 0 && ring->tp.post != NULL)
+                         : ra__ring_list(ring) > 0)
         ring->unsafe = 1;
     if (ra__load_i32(&ring->crew.state) != RA_RING_IDLE) ra__tp_turn_ends(&ring->tp);
     return ring->unsafe && ring->shared ? RA_E_UNSAFE : s;
@@ -20136,7 +19952,7 @@ RINGATTN_API void ra_ring_query(const ra_ring *ring, ra_ring_counters *out) {
     out->state = ra__load_i32(&ring->crew.state);
     if (out->state != RA_RING_IDLE)
         out->state = ra__load_i32(&ring->crew.failed) ? RA_RING_FAILED : RA_RING_RUNNING;
-    out->bounded = !ring->has_transport || ring->tp.post || (ring->tp.caps & RA_CAP_DEADLINE);
+    out->bounded = !(ring->tp.caps & RA__CAP_BLOCKS) || (ring->tp.caps & RA_CAP_DEADLINE);
     out->pass = ra__load_i64(&c->pass);
     for (int i = 0; i < RA__PASS_COUNTERS; i++)
         *ra__pass_counter(out, i) = ra__load_i64(ra__pass_counter(c, i));
@@ -21282,6 +21098,7 @@ struct ra_cache {
     const ra__kernel *tile_kernel, *decode_kernel;
     ra_cache_desc cd;
     ra_transport tp;
+    ra__link link;                     /* of tp */
     uint8_t *base;                     /* workspace; this struct is at its start */
     int64_t bytes;
     int32_t has_transport, rank, ranks, lanes, unsafe;
@@ -21347,7 +21164,7 @@ struct ra_cache {
     int64_t packed_call;               /* the call whose messages are packed */
     int32_t open, stage;               /* atomic. 1: a stage is open, 2: its portions are claimed;
                                         * stages that are done */
-    int32_t ran;                       /* level 0: swaps that are done */
+    int32_t *left;                     /* [ranks] see ra__link */
     ra__crew crew;
     int32_t cancelled, aborted;        /* atomic */
     int64_t progress_ns, looked_ns;    /* atomic */
@@ -21682,6 +21499,7 @@ static void ra__cache_count_slots(ra_cache *c) {
 /* Lays out the workspace: first the tables of lanes, from which the other sizes follow. */
 static void ra__cache_carve_tables(ra__arena *a, ra_cache *c) {
     (void)ra__carve(a, (int64_t)sizeof *c);
+    c->left = (int32_t *)ra__carve(a, c->ranks * 4);
     c->lane_first = (int32_t *)ra__carve(a, (c->ranks + 1) * 4);
     c->lane_owner = (int32_t *)ra__carve(a, c->lanes * 4);
     c->tree_first = (int32_t *)ra__carve(a, (c->ranks + 1) * 4);
@@ -21962,6 +21780,11 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     ra__cache_agree(&c, d);
     made = (ra_cache *)(void *)c.base;
     *made = c;
+    if (c.has_transport) s = ra__link_open(&made->link, &made->tp, c.rank, c.ranks, e);
+    if (s) {
+        if (!c.cd.workspace) ra__free(&c.cd.allocator, c.base, (size_t)c.bytes);
+        return s;
+    }
     if (c.has_transport && ra__cache_message(made) > (int64_t)c.tp.max_msg) {
         s = ra__refuse_pair(e, RA_E_TRANSPORT, "transport.max_msg",
                             "# is less than the @ bytes of a message: lower cache.new_tokens",
@@ -21969,6 +21792,7 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
         (void)ra_cache_destroy(made);
         return s;
     }
+    c.tp = made->tp;
     if (c.has_transport && c.tp.reg && c.tp.reg(c.tp.ctx, c.base, (size_t)c.bytes, &made->mr))
         made->mr = NULL;
     *out = made;
@@ -22565,6 +22389,18 @@ static void ra__cache_agree_call(ra_cache *c) {
     c->hash = ra__hash(c->hash, &a, sizeof a);
 }
 
+/* Counts the messages of a call, for a transport that has sendrecv alone. */
+static void ra__cache_begin_link(ra_cache *c) {
+    ra__link_rest(&c->link);
+    memset(c->left, 0, (size_t)c->ranks * sizeof *c->left);
+    for (int32_t i = 0; i < c->swaps; i++)
+        for (int side = 0; side < 2; side++) {
+            const ra_transport_op *op = &c->swap[i].side[side].op;
+            if (op->len) c->left[op->peer]++;
+        }
+    ra__link_begin(&c->link, c->left, c->deadline, c->cd.watchdog_ns);
+}
+
 /* Checks a call, and plans it: what travels, portions, swaps. Sends nothing. */
 static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                  const int64_t *fresh, int64_t deadline_ns) {
@@ -22610,7 +22446,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     ra__cache_swaps(c);
     ra__cache_join_sequences(c, &t->pages);
     ra__cache_assign_slots(c);
-    c->ran = 0;
+    if (c->tp.post == ra__link_post) ra__cache_begin_link(c);
     ra__store_i32(&c->holding, 0);
     ra__store_i32(&c->stage, 0);
     ra__store_i32(&c->open, 0);
@@ -22715,12 +22551,11 @@ static ra_status ra__cache_check_frame(ra_cache *c, const ra__swap *x) {
     return ra__cache_fail(c, s, name[topic], "has another value on rank #", in->peer);
 }
 
-/* A message has another length than agreed. If its frame has come, that says why. (Level 0 does not
- * report what has come: the buffer was cleared.) */
+/* A message has another length than agreed. If its frame has come, that says why. */
 static ra_status ra__cache_length_failed(ra_cache *c, const ra__swap *x, int side) {
     const ra_transport_op *op = &x->side[side].op;
     ra__frame f;
-    if (side == RA__SWAP_IN && (op->done >= RA__FRAME_BYTES || !c->tp.post)) {
+    if (side == RA__SWAP_IN && op->done >= RA__FRAME_BYTES) {
         memcpy(&f, op->buf, sizeof f);
         if (f.magic == RA__MAGIC && f.pass == c->call && f.hash != c->hash)
             return ra__cache_check_frame(c, x);
@@ -22922,7 +22757,7 @@ static int ra__cache_list(ra_cache *c) {
     return n;
 }
 
-/* Level 1: posts, polls and takes what is done. 1: something moved, < 0: the call failed. If what
+/* Posts, polls and takes what is done. 1: something moved, < 0: the call failed. If what
  * this rank sends has another length than the receiver expects, the receiver finds out why: it is
  * left to fail, and to abort this rank. */
 static int ra__cache_drive(ra_cache *c) {
@@ -22952,29 +22787,6 @@ static int ra__cache_drive(ra_cache *c) {
         }
     }
     return moved;
-}
-
-/* Level 0: the next swap, once both of its sides may move. Returns the same. */
-static int ra__cache_exchange(ra_cache *c) {
-    ra__swap *x = &c->swap[c->ran];
-    const int32_t stage = ra__load_i32(&c->stage);
-    int64_t until = ra__add_sat(ra_now_ns(), c->cd.watchdog_ns);
-    int code, late = !c->deadline || until < c->deadline;
-    if (c->ran == c->swaps || x->side[0].after > stage || x->side[1].after > stage) return 0;
-    const ra_transport_op *in = ra__swap_op(c, c->ran, RA__SWAP_IN);
-    const ra_transport_op *out = ra__swap_op(c, c->ran, RA__SWAP_OUT);
-    c->ran++;
-    if (!in->len && !out->len) return 1;
-    if (!late) until = c->deadline;
-    if (in->len) memset(in->buf, 0, RA__FRAME_BYTES);
-    code = c->tp.sendrecv(c->tp.ctx, out->peer, out->buf, out->len, in->peer, in->buf, in->len,
-                          in->len ? in->tag : out->tag, until);
-    if (code == RA_E_TIMEOUT && late) code = RA_E_PEER;
-    if (code == RA_E_TRUNC && in->len) return ra__cache_length_failed(c, x, RA__SWAP_IN);
-    if (code) return ra__cache_op_failed(c, code, in->len ? in->peer : out->peer);
-    ra__store_i32(&x->side[RA__SWAP_OUT].state, RA__SWAP_DONE);
-    if (in->len && ra__swap_received(c, x)) return ra__load_i32(&c->crew.failed);
-    return 1;
 }
 
 /* How many swaps, from the first on, have received their message. */
@@ -23730,12 +23542,12 @@ static int ra__cache_complete(ra_cache *c) {
 }
 
 /* Under comm: 1: a round can wait. Portions are left to claim, and the last poll was not long ago
- * and left no send pending. Only a transport of level 1 is polled.
+ * and left no send pending.
  * PERF: a poll of sockets is a system call per peer. Zen 3, 64 ranks over TCP, a token of each of
  * 4096 sequences over 256, 4/1 heads of 32: 4100 -> 60 polls per call, 157 -> 14 ms of a rank. */
 static int ra__round_can_wait(const ra_cache *c) {
     int64_t word;
-    if (!c->tp.post || ra__load_i32(&c->open) != 1) return 0;
+    if (!c->has_transport || ra__load_i32(&c->open) != 1) return 0;
     if (!ra__portions_left(c, &word)) return 0;
     return ra__time_since(ra_now_ns(), c->polled_ns) < RA__POLL_NS;
 }
@@ -23747,8 +23559,7 @@ static int ra__cache_round(ra_cache *c) {
         ra__cache_pack_all(c);
         c->packed_call = c->call;
     }
-    if (c->has_transport && c->swaps)
-        moved = c->tp.post ? ra__cache_drive(c) : ra__cache_exchange(c);
+    if (c->has_transport && c->swaps) moved = ra__cache_drive(c);
     if (moved < 0) return moved;
     while (ra__stage_turn(c)) moved = 1;
     if (moved) {
@@ -23872,7 +23683,7 @@ RINGATTN_API ra_status ra_infer_join(ra_cache *c, const ra_infer_job *job, int i
 
 /* Waits in the transport if it can, otherwise sleeps for 50 us. */
 static void ra__cache_wait(ra_cache *c) {
-    if (c->has_transport && c->tp.wait && c->tp.post && ra__cas_i32(&c->crew.comm, 0, 1)) {
+    if (c->has_transport && c->tp.wait && ra__cas_i32(&c->crew.comm, 0, 1)) {
         const int live = ra__load_i32(&c->crew.state) == RA_RING_RUNNING && !ra__load_i32(&c->open);
         const int n = live ? ra__cache_list(c) : 0;
         const int64_t until = ra_now_ns() + (c->d.threads > 1 ? 200000 : 2000000);
@@ -23887,7 +23698,7 @@ static void ra__cache_wait(ra_cache *c) {
 /* 1: the transport has an op that is not done. */
 static int ra__cache_pending(const ra_cache *c) {
     int pending = 0;
-    for (int32_t i = 0; i < c->swaps && c->tp.post; i++)
+    for (int32_t i = 0; i < c->swaps; i++)
         for (int side = 0; side < 2; side++) {
             const ra__swap_side *x = &c->swap[i].side[side];
             pending |= x->state == RA__SWAP_POSTED && x->op.state == RA_MSG_PENDING;
@@ -23971,6 +23782,7 @@ RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
     if (c->has_transport) ra__cache_quiet(c);
     if (in_pass) ra__tp_turn_ends(&c->tp);
     if (c->unsafe) return RA_E_UNSAFE;
+    ra__link_close(&c->link);
     if (c->mr && c->tp.dereg) (void)c->tp.dereg(c->tp.ctx, c->mr);
     a = c->cd.allocator;
     if (!c->cd.workspace) ra__free(&a, c->base, (size_t)c->bytes);

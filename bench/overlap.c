@@ -9,8 +9,8 @@
  * that sleeps for as long as a processor of MODEL_FLOPS would compute. So schedule and transport
  * are measured with more ranks than processors; what the transport itself computes is then hidden.
  *
- * tcp: transports/ra_tcp.h. helper: a sendrecv over it, behind ra_level1.h. inline: the same
- * sendrecv as it is. ofi (built with OVERLAP_OFI): ra_ofi.h over tcp;ofi_rxm, one-sided. mpi
+ * tcp: transports/ra_tcp.h. helper: a sendrecv over it, with RA_CAP_HELPER. inline: the same
+ * sendrecv without it. ofi (built with OVERLAP_OFI): ra_ofi.h over tcp;ofi_rxm, one-sided. mpi
  * (OVERLAP_MPI): ra_mpi.h; addresses and rank then come from mpirun.
  *
  * Three times are measured in turn; each is the median of the passes, from when all ranks have met
@@ -36,7 +36,7 @@
 #include "examples/transports/ra_mpi.h"
 #include "tests/conformance/mpi_leave.h"
 #endif
-#include "examples/transports/ra_level1.h"
+#include "ringattn.h"
 #include "examples/transports/ra_tcp.h"
 #include "tests/below.h"
 
@@ -67,7 +67,6 @@ static int below_abort(void *ctx, int why) {
 /* -------------------------------------------------------------------------- transports */
 typedef struct network {
     ra_tcp *tcp;
-    ra_level1 *helper;
     ra_transport below;
     const ra_transport *use;
 #ifdef OVERLAP_OFI
@@ -98,13 +97,9 @@ static int network_tcp(network *w, const options *o) {
     w->below.ctx = (void *)(uintptr_t)w->use;
     w->below.sendrecv = below_sendrecv;
     w->below.abort = below_abort;
-    if (!strcmp(o->transport, "helper")) {
-        if (ra_level1_open(&w->helper, &w->below, o->rank, o->ranks)) return -1;
-        w->use = ra_level1_transport(w->helper);
-        return 0;
-    }
     w->use = &w->below;
-    return strcmp(o->transport, "inline") ? -1 : 0;
+    if (!strcmp(o->transport, "helper")) w->below.caps |= RA_CAP_HELPER;
+    return w->below.caps & RA_CAP_HELPER || !strcmp(o->transport, "inline") ? 0 : -1;
 }
 
 static int network_open(network *w, const options *o) {
@@ -148,7 +143,6 @@ static int network_open(network *w, const options *o) {
 }
 
 static void network_close(network *w) {
-    if (w->helper) ra_level1_close(w->helper);
     if (w->tcp) ra_tcp_close(w->tcp);
 #ifdef OVERLAP_OFI
     if (w->ofi) (void)ra_ofi_close(w->ofi);

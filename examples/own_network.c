@@ -38,9 +38,10 @@ static int net_wait(int out, int in, int64_t deadline_ns) {
     return RA_OK;
 }
 
-/* Level 0 of ra_transport: sends and receives at the same time, because two processes that both
- * only send would wait forever. A socket is a stream of bytes. That suffices, because both sides
- * know every length and messages between two ranks arrive in order. */
+/* Level 0 of ra_transport, called by a thread of the library while this one computes. It sends and
+ * receives at the same time, because two processes that both only send would wait forever. A socket
+ * is a stream of bytes. That suffices, because both sides know every length and messages between
+ * two ranks arrive in order. */
 static int net_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
                         size_t r_len, uint64_t tag, int64_t deadline_ns) {
     net *n = (net *)ctx;
@@ -166,7 +167,7 @@ static int child(int rank, int pair[RANKS][RANKS], int result) {
     t.abi = RA_TRANSPORT_ABI;
     t.rank = rank;
     t.ranks = RANKS;
-    t.caps = RA_CAP_ANY_PEER | RA_CAP_DEADLINE;
+    t.caps = RA_CAP_ANY_PEER | RA_CAP_DEADLINE | RA_CAP_HELPER;
     t.name = "socketpair";
     t.ctx = &n;
     t.sendrecv = net_sendrecv;

@@ -163,8 +163,6 @@ run_aarch64() {
 run_conformance() {
     step -x conformance-build make build/release/tests/conformance/test_conformance
     step conformance build/release/tests/conformance/test_conformance --long
-    step -x level1-build make build/release/tests/conformance/test_conform_level1
-    step level1 build/release/tests/conformance/test_conform_level1 --long
 }
 
 run_tcp() {

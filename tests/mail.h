@@ -57,15 +57,16 @@ typedef struct mail_net {
                                         * those of all processes; the receiver's moves them */
 } mail_net;
 
-/* Enters a call: calls of one rank never overlap and, without RA_CAP_ANY_THREAD, all come from one
- * thread. */
+/* Enters a call: calls of one rank never overlap and, without RA_CAP_ANY_THREAD or _HELPER, all
+ * come from one thread. */
 static inline void mail_enter(mail_end *e) {
     mail_net *w = e->net;
     pthread_mutex_lock(&w->lock);
     if (!e->owned) e->owner = pthread_self();
     e->owned = 1;
     w->wrong += e->inside ||
-                (!(w->d.caps & RA_CAP_ANY_THREAD) && !pthread_equal(e->owner, pthread_self()));
+                (!(w->d.caps & (RA_CAP_ANY_THREAD | RA_CAP_HELPER)) &&
+                 !pthread_equal(e->owner, pthread_self()));
     e->inside = 1;
     pthread_mutex_unlock(&w->lock);
     pthread_mutex_lock(&w->lock);

@@ -6,9 +6,10 @@
  * needs which chunk: by looking at every (query, key) pair. How many steps a pass takes: by the
  * bound that SCHEDULE states. The lists of all ranks: by simulating them with zero-capacity
  * messages under the rules of a ring until all is done. How long ranks wait in sendrecv: by clocks
- * that count tiles. Also which lines of the cache decoding prefetches, and how structs are
- * copied. */
+ * that count tiles. That links exchange any messages. Also which lines of the cache decoding
+ * prefetches, and how structs are copied. */
 #include "hooks.h"
+#include "mail.h"
 #include <math.h>
 #include <pthread.h>
 
@@ -318,7 +319,7 @@ typedef struct player {
     const ra_plan *plan;
     const ra__pass_lists *way;
     int64_t posted, received, released, folded, ready, sent, own_sent, own_posted;
-    int64_t home_posted, home_received, home_done, at;
+    int64_t home_posted, home_received, home_done;
     int64_t slots, packs, homes, grads;
     int shared;
 } player;
@@ -399,77 +400,37 @@ static int player_to(const player *y, int *home) {
     return to;
 }
 
-/* 1 if the exchange of the rank may begin: as ra__ring_exchange does if it counts no tiles. */
-static const ra__exchange *player_exchange(const player *y) {
-    const ra__exchange *x = &y->way->exchange[y->at];
-    if (y->at == y->way->exchanges || x->send >= y->ready || x->recv >= y->posted ||
-        x->returned >= y->home_posted || y->folded < x->after_folds)
-        return NULL;
-    return x;
-}
-
-/* Moves the next send of rank `from`, if its receive is posted. level0: only if both are the
- * exchange that the ranks are at. Those end together, so each half only marks (done). */
-static int pass_message(player *all, int from, int level0, int *done) {
+/* Moves the next send of rank `from`, if its receive is posted. */
+static int pass_message(player *all, int from) {
     player *a = &all[from], *b;
-    const ra__exchange *x = level0 ? player_exchange(a) : NULL, *z;
     int64_t i;
     int home, to;
-    if (a->sent == a->ready || (level0 && (!x || x->send != a->sent || (done[from] & 1)))) return 0;
+    if (a->sent == a->ready) return 0;
     to = player_to(a, &home);
     b = &all[to];
-    if (level0 && (done[to] & 2)) return 0;
     i = home ? b->home_received : b->received;
     if (i == (home ? b->home_posted : b->posted)) return 0;
     if (home && a->way->send[a->sent].chunk != b->way->returned[i].chunk) return 0;
     if (!home) CHECK_EQ(a->way->send[a->sent].chunk, b->way->recv[i].chunk);
-    z = level0 ? player_exchange(b) : NULL;
-    if (level0) {
-        if (!z || (home ? z->returned : z->recv) != i) return 0;
-        CHECK_EQ(z->step, x->step);
-        done[from] |= 1;
-        done[to] |= 2;
-        return 1;
-    }
     a->own_sent += a->way->send[a->sent++].recv < 0;
     if (home) b->home_received++;
     else b->received++;
     return 1;
 }
 
-/* Ends exchanges of which both halves are done. */
-static int end_exchanges(player *all, int ranks, int *done) {
-    int any = 0;
-    for (int i = 0; i < ranks; i++) {
-        player *y = &all[i];
-        const ra__exchange *x = player_exchange(y);
-        if (!x || done[i] != (x->send >= 0) + 2 * (x->recv >= 0 || x->returned >= 0)) continue;
-        if (x->send >= 0) y->own_sent += y->way->send[y->sent++].recv < 0;
-        if (x->recv >= 0) y->received++;
-        if (x->returned >= 0) y->home_received++;
-        y->at++;
-        done[i] = 0;
-        any = 1;
-    }
-    return any;
-}
-
 /* Simulates a pass of all ranks in some order. Every list must come to its end. */
-static void play(ra_plan **plans, int ranks, int back, int shared, int level0, h_rng *r) {
+static void play(ra_plan **plans, int ranks, int back, int shared, h_rng *r) {
     static player all[256];
-    static int done[256];
     int any = 1;
     for (int i = 0; i < ranks; i++) player_open(&all[i], plans[i], back, shared);
-    memset(done, 0, sizeof done);
     while (any) {
         int from = (int)h_range(r, 0, ranks - 1);
         any = 0;
         for (int i = 0; i < ranks; i++) any |= player_moves(&all[(from + i) % ranks]);
         for (int i = 0; i < ranks; i++) {
             if (h_one_in(r, 3)) { any = 1; continue; }         /* late */
-            any |= pass_message(all, (from + i) % ranks, level0, done);
+            any |= pass_message(all, (from + i) % ranks);
         }
-        if (level0) any |= end_exchanges(all, ranks, done);
     }
     for (int i = 0; i < ranks; i++) {
         const player *y = &all[i];
@@ -477,7 +438,6 @@ static void play(ra_plan **plans, int ranks, int back, int shared, int level0, h
         CHECK_EQ(y->received, y->way->recvs);
         CHECK_EQ(y->sent, y->way->sends);
         if (back) CHECK_EQ(y->home_done, y->way->returns);
-        if (level0) CHECK_EQ(y->at, y->way->exchanges);
     }
 }
 
@@ -506,15 +466,12 @@ static void play_all(shape *s, h_rng *r) {
     int ok = 1;
     for (int i = 0; i < s->d.ranks; i++) ok &= (plans[i] = plan_of(s, i)) != NULL;
     if (ok) same_back(plans[s->d.ranks / 2], s);
-    for (int i = 0; ok && i < s->d.ranks; i++) ra__plan_exchanges(plans[i]);
-    for (int i = 0; ok && i < 6; i++) {                    /* shared needs a transport that posts */
-        if ((i & 1) && !s->d.train) continue;
-        play(plans, s->d.ranks, i & 1, i >> 1 == 1, i >> 1 == 2, r);
-    }
+    for (int i = 0; ok && i < 4; i++)
+        if (!(i & 1) || s->d.train) play(plans, s->d.ranks, i & 1, i >> 1, r);
     for (int i = 0; i < s->d.ranks; i++) ra_plan_destroy(plans[i]);
 }
 
-/* Random plans: no interleaving stops, with post or by exchanges, copied or shared. */
+/* Random plans: no interleaving stops, copied or shared. */
 TEST(lists_run_to_the_end) {
     static shape s;
     for (int64_t i = 0; i < (h_run.large ? 5000 : 400); i++) {
@@ -797,17 +754,19 @@ static ra_desc flat_desc(int ranks, int64_t shard, int heads, int layout, int ma
     return d;
 }
 
-static void takes_no_turns(const ra_desc *d) {
+static void takes_no_turns(const ra_desc *d, const char *what) {
     int64_t blocking, posted;
     flat_world(*d);
     blocking = flat_pass(d->ranks, 0);
     posted = flat_pass(d->ranks, 1);
-    CHECK(blocking * 100 <= posted * 105);
+    h_context("%s: %lld tiles, %lld with post", what, (long long)blocking, (long long)posted);
+    CHECK(blocking * 100 <= posted * (d->train ? 160 : 120));
+    if (h_run.verbose) printf("%s\n", h_run.context);
     flat_close(d->ranks);
 }
 
-/* Level 0 takes at most 5 % longer than level 1. Forward, a shard has as many chunks as buffers.
- * Backward they are larger, and there an exchange may be late by a step, which is several tiles. */
+/* Sendrecv alone, without a helper, takes at most 20 % longer than post and poll, backward 60 %.
+ * Ranks wait for each other in every round, and a step of a backward pass is several tiles. */
 TEST(sendrecv_is_nearly_as_fast_as_post) {
     enum { ZIGZAG_CAUSAL = 4 };
     static const struct { const char *name; int32_t layout, mask, always; } shapes[6] = {
@@ -824,6 +783,7 @@ TEST(sendrecv_is_nearly_as_fast_as_post) {
         { "forward in rounds", 0, RA_ORDER_ROUNDS, 128 },
     };
     int64_t i = 0;
+    char what[128];
     pthread_mutex_init(&flat.lock, NULL);
     pthread_cond_init(&flat.moved, NULL);
     for (int p = 0; p < 3; p++) for (int all = 0; all < 2; all++) for (int k = 0; k < 6; k++, i++) {
@@ -836,16 +796,16 @@ TEST(sendrecv_is_nearly_as_fast_as_post) {
         d.order = passes[p].order;
         if (!h_run.large && !usual) continue;
         if (!h_case(i) || !h_variant(all, 0)) continue;
-        h_context("%d ranks, %s, %s", ranks, passes[p].name, shapes[k].name);
-        takes_no_turns(&d);
+        (void)snprintf(what, sizeof what, "%d ranks, %s, %s", ranks, passes[p].name,
+                       shapes[k].name);
+        takes_no_turns(&d, what);
     }
     pthread_mutex_destroy(&flat.lock);
     pthread_cond_destroy(&flat.moved);
 }
 
 /* The same if tasks see unlike numbers of the chunks that they fold together, or if chunks are
- * small. A buffer whose chunk is folded goes to the peer before anything else is computed. Backward
- * the two visits of an own chunk are unlike. */
+ * small. Backward the two visits of an own chunk are unlike. */
 TEST(sendrecv_waits_for_no_series) {
     static const struct { int ranks, layout, mask, shard, chunk, order, always, train; }
         shapes[] = {
@@ -868,6 +828,7 @@ TEST(sendrecv_waits_for_no_series) {
         { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 128, 0, 0, 1 },
         { 4, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 128, 0, 0, 1 },
     };
+    char what[128];
     pthread_mutex_init(&flat.lock, NULL);
     pthread_cond_init(&flat.moved, NULL);
     for (int i = 0; i < (int)(sizeof shapes / sizeof *shapes); i++) {
@@ -876,9 +837,9 @@ TEST(sendrecv_waits_for_no_series) {
         d.chunk_tokens = shapes[i].chunk;
         d.order = shapes[i].order;
         if ((!h_run.large && !shapes[i].always) || !h_case(i)) continue;
-        h_context("%d ranks, layout %d, %d of %d, order %d", d.ranks, shapes[i].layout,
-                  shapes[i].chunk, shapes[i].shard, shapes[i].order);
-        takes_no_turns(&d);
+        (void)snprintf(what, sizeof what, "%d ranks, layout %d, %d of %d, order %d", d.ranks,
+                       shapes[i].layout, shapes[i].chunk, shapes[i].shard, shapes[i].order);
+        takes_no_turns(&d, what);
     }
     pthread_mutex_destroy(&flat.lock);
     pthread_cond_destroy(&flat.moved);
@@ -972,6 +933,187 @@ TEST(loans_end_with_their_series) {
         if (h_run.verbose) printf("%s\n", h_run.context);
         flat_close(ranks);
     }
+}
+
+/* -------------------------------------------------------------------------- links
+ * Random messages between random pairs of ranks, over a sendrecv that ends when both sides have
+ * met. Some ranks have a helper. Each posts its messages bit by bit, in any order that keeps those
+ * to one rank and on one channel in theirs. */
+enum { LINK_RANKS = 7, LINK_MOST = 3, LINK_BYTES = 200, LINK_PASSES = 3 };
+typedef struct link_world {
+    mail_net *net;
+    int ranks, count[LINK_RANKS][LINK_RANKS][2];       /* from, to, channel */
+} link_world;
+typedef struct link_seat {
+    link_world *w;
+    h_rng rng;
+    int rank, helps;
+    ra_transport tp;
+    ra__link u;
+    int32_t left[LINK_RANKS];
+    ra_transport_op op[2][LINK_RANKS][2][LINK_MOST];   /* sent, peer, channel */
+    int posted[2][LINK_RANKS][2];
+    uint8_t bytes[2][LINK_RANKS][2][LINK_MOST][LINK_BYTES];
+    ra_transport_op *list[4 * LINK_RANKS * LINK_MOST];
+    int listed, all;
+    ra_status end;
+} link_seat;
+
+/* Length and contents of message i: equal on both sides. */
+static int link_length(int from, int to, int channel, int i) {
+    return 1 + (from * 131 + to * 37 + channel * 61 + i * 89) % LINK_BYTES;
+}
+static uint8_t link_byte(int from, int to, int channel, int i) {
+    return (uint8_t)(1 + from * 29 + to * 7 + channel * 3 + i);
+}
+
+static void link_prepare(link_seat *s) {
+    const link_world *w = s->w;
+    memset(s->left, 0, sizeof s->left);
+    memset(s->op, 0, sizeof s->op);
+    memset(s->posted, 0, sizeof s->posted);
+    memset(s->bytes, 0, sizeof s->bytes);
+    s->listed = s->all = 0;
+    for (int send = 0; send < 2; send++)
+    for (int peer = 0; peer < w->ranks; peer++)
+    for (int c = 0; c < 2; c++) {
+        const int from = send ? s->rank : peer, to = send ? peer : s->rank;
+        for (int i = 0; i < w->count[from][to][c]; i++, s->all++) {
+            ra_transport_op *op = &s->op[send][peer][c][i];
+            op->kind = send ? RA_MSG_SEND : RA_MSG_RECV;
+            op->channel = (uint8_t)c;
+            op->peer = peer;
+            op->buf = s->bytes[send][peer][c][i];
+            op->len = (size_t)link_length(from, to, c, i);
+            if (send) memset(op->buf, link_byte(from, to, c, i), op->len);
+            s->left[peer]++;
+        }
+    }
+}
+
+/* Lists one more message, of any direction, peer and channel that has one. */
+static void link_list_one(link_seat *s) {
+    while (s->listed < s->all) {
+        const int send = (int)h_range(&s->rng, 0, 1), c = (int)h_range(&s->rng, 0, 1);
+        const int peer = (int)h_range(&s->rng, 0, s->w->ranks - 1);
+        int *n = &s->posted[send][peer][c];
+        if (*n == s->w->count[send ? s->rank : peer][send ? peer : s->rank][c]) continue;
+        s->list[s->listed++] = &s->op[send][peer][c][(*n)++];
+        return;
+    }
+}
+
+static int link_done(const link_seat *s) {
+    int done = 0;
+    for (int i = 0; i < s->listed; i++) done += s->list[i]->state == RA_MSG_DONE;
+    return done == s->all;
+}
+
+static int link_right(const link_seat *s) {
+    int wrong = 0;
+    for (int i = 0; i < s->all; i++) {
+        const ra_transport_op *op = s->list[i];
+        int n = 0;
+        if (op->kind != RA_MSG_RECV) continue;
+        while (&s->op[0][op->peer][op->channel][n] != op) n++;
+        for (size_t k = 0; k < op->len; k++)
+            wrong += ((uint8_t *)op->buf)[k] != link_byte(op->peer, s->rank, op->channel, n);
+        wrong += op->done != op->len;
+    }
+    return !wrong;
+}
+
+static void *link_live(void *arg) {
+    link_seat *s = (link_seat *)arg;
+    const int64_t end = ra_deadline_ms(30000);
+    s->end = ra__link_open(&s->u, &s->tp, s->rank, s->w->ranks, NULL);
+    for (int pass = 0; pass < LINK_PASSES && !s->end; pass++) {
+        ra__link_rest(&s->u);
+        link_prepare(s);
+        ra__link_begin(&s->u, s->left, end, INT64_MAX);
+        while (!link_done(s) && !s->end) {
+            if (h_one_in(&s->rng, 2)) link_list_one(s);
+            s->end = s->tp.post(s->tp.ctx, s->list, s->listed);
+            if (!s->end) s->end = s->tp.poll(s->tp.ctx, s->list, s->listed);
+            if (!s->end && ra_now_ns() > end) s->end = RA_E_TIMEOUT;
+        }
+        if (!s->end && !link_right(s)) s->end = RA_E_PROTO;
+    }
+    if (s->end) (void)s->tp.abort(s->tp.ctx, s->end);
+    ra__link_rest(&s->u);
+    ra__link_close(&s->u);
+    return NULL;
+}
+
+static void link_run(link_world *w, h_rng *r, int helpers) {
+    static link_seat seat[LINK_RANKS];
+    pthread_t id[LINK_RANKS];
+    mail_desc d = { 0 };
+    d.ranks = w->ranks;
+    d.tells = 1;
+    d.caps = RA_CAP_ANY_PEER | RA_CAP_DEADLINE | RA_CAP_HELPER;
+    w->net = mail_open(&d, NULL);
+    memset(seat, 0, sizeof seat);
+    for (int i = 0; i < w->ranks; i++) {
+        seat[i].w = w;
+        seat[i].rank = i;
+        seat[i].rng.state = h_next(r);
+        seat[i].tp = mail_transport(w->net, i);
+        seat[i].tp.abort = NULL;
+        seat[i].tp.quiesce = NULL;
+        if (!(helpers >> i & 1)) seat[i].tp.caps &= ~(uint32_t)RA_CAP_HELPER;
+        if (pthread_create(&id[i], NULL, link_live, &seat[i])) abort();
+    }
+    for (int i = 0; i < w->ranks; i++) pthread_join(id[i], NULL);
+    for (int i = 0; i < w->ranks; i++) CHECK_EQ(seat[i].end, RA_OK);
+    CHECK_EQ(mail_close(w->net), 0);
+}
+
+static int nothing_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
+                            size_t r_len, uint64_t tag, int64_t deadline_ns) {
+    (void)ctx, (void)to, (void)s, (void)s_len, (void)from, (void)r, (void)r_len, (void)tag;
+    (void)deadline_ns;
+    return RA_OK;
+}
+
+TEST(links_never_deadlock) {
+    for (int64_t i = 0; i < (h_run.large ? 2000 : 60); i++) {
+        h_rng r = h_case_rng(i);
+        link_world w;
+        if (!h_case(i)) continue;
+        memset(&w, 0, sizeof w);
+        w.ranks = (int)h_range(&r, 2, LINK_RANKS);
+        for (int from = 0; from < w.ranks; from++)
+            for (int to = 0; to < w.ranks; to++)
+                for (int c = 0; c < 2 && from != to; c++)
+                    if (h_one_in(&r, 2)) w.count[from][to][c] = (int)h_range(&r, 0, LINK_MOST);
+        link_run(&w, &r, (int)h_range(&r, 0, (1 << w.ranks) - 1));
+    }
+}
+
+/* With two ranks each call moves as much one way as the other way. */
+TEST(unequal_messages_move_together) {
+    h_rng r = h_case_rng(0);
+    link_seat s;
+    ra_transport_op *op = &s.op[0][0][0][0];
+    ra__link_half out = { 0 }, in = { 0 };
+    link_world w;
+    memset(&w, 0, sizeof w);
+    memset(&s, 0, sizeof s);
+    w.ranks = 2;
+    w.count[0][1][0] = w.count[1][0][0] = 3;
+    link_run(&w, &r, 3);
+    s.u.below.sendrecv = nothing_sendrecv;
+    s.u.first = op;
+    op[0].scratch[RA__LINK_NEXT] = &op[1];
+    out.op = &op[0];
+    in.op = &op[1];
+    out.peer = in.peer = 1;
+    out.bytes = out.least = 1000;
+    in.bytes = in.least = 300;
+    CHECK_EQ(ra__link_move(&s.u, &out, &in, 1, 0), 1);
+    CHECK_EQ((int64_t)(uintptr_t)op[0].scratch[RA__LINK_MOVED], 256);
+    CHECK_EQ((int64_t)(uintptr_t)op[1].scratch[RA__LINK_MOVED], 256);
 }
 
 /* -------------------------------------------------------------------------- large figures */
@@ -1112,7 +1254,8 @@ static const h_test schedule_tests[] = {
     ENTRY(sparse_masks_run_to_the_end), ENTRY(sendrecv_is_nearly_as_fast_as_post),
     ENTRY(sendrecv_waits_for_no_series),
     ENTRY(transfers_hide_as_predicted), ENTRY(last_messages_end_no_series),
-    ENTRY(loans_end_with_their_series),
+    ENTRY(loans_end_with_their_series), ENTRY(links_never_deadlock),
+    ENTRY(unequal_messages_move_together),
     ENTRY(figures_of_long_sequences), ENTRY(figures_saturate),
     ENTRY(prefetched_lines_are_those_of_a_stretch),
     ENTRY(structs_of_any_size_are_cleared_and_copied)

@@ -309,6 +309,11 @@ static const int64_t YEARS = (int64_t)10 * 365 * 86400 * 1000000000, SECOND = 10
 
 static int nothing_abort(void *ctx, int why) { (void)ctx, (void)why; return RA_OK; }
 
+static void short_sleep(void) {
+    const struct timespec t = { 0, 100000 };
+    (void)nanosleep(&t, NULL);
+}
+
 typedef struct alarm_call { int64_t until; int calls; } alarm_call;
 
 static int expire_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
@@ -364,8 +369,8 @@ static void one_clock(const rig *g, int64_t *clock, const ra_ring_desc *times, i
     job.deadline_ns = deadline;
     if (deadline && deadline - now < left) left = deadline - now;
     CHECK_EQ(ra_ring_create(&ring, g->plan[0], &net, &rd), RA_OK);
-    CHECK_EQ(ra_begin(ring, &job), RA_OK);
     before = clock ? ra_now_ns() : now;
+    CHECK_EQ(ra_begin(ring, &job), RA_OK);
     while ((s = ra_step(ring, 0)) > 0) { }
     CHECK_EQ(s, left == rd.watchdog_ns ? RA_E_PEER : RA_E_TIMEOUT);
     CHECK_EQ(a.calls, 1);
@@ -375,6 +380,63 @@ static void one_clock(const rig *g, int64_t *clock, const ra_ring_desc *times, i
     CHECK_EQ(a.calls, 2);
     CHECK(is_left(a.until, before, rd.quiesce_ns));
     CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+}
+
+/* A sendrecv that ends only when it is told to, whatever its deadline is. */
+typedef struct stuck_call { int32_t inside, told, aborts; } stuck_call;
+
+static int stuck_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
+                          size_t r_len, uint64_t tag, int64_t deadline_ns) {
+    stuck_call *a = (stuck_call *)ctx;
+    (void)to, (void)s, (void)s_len, (void)from, (void)r, (void)r_len, (void)tag, (void)deadline_ns;
+    __atomic_fetch_add(&a->inside, 1, __ATOMIC_SEQ_CST);
+    while (!__atomic_load_n(&a->told, __ATOMIC_SEQ_CST)) short_sleep();
+    __atomic_fetch_add(&a->inside, -1, __ATOMIC_SEQ_CST);
+    return RA_E_ABORTED;
+}
+
+static int stuck_abort(void *ctx, int why) {
+    stuck_call *a = (stuck_call *)ctx;
+    (void)why;
+    a->aborts++;
+    __atomic_store_n(&a->told, 1, __ATOMIC_SEQ_CST);
+    return RA_OK;
+}
+
+/* The helper of a ring or cache whose peer never comes. Steps go on and end by the deadline. With
+ * an abort that wakes sendrecv nothing is lost. Without one the helper, and the memory that it may
+ * still touch, is left behind when the time for quiescing is over. */
+TEST(helper_that_is_stuck) {
+    static char memory[1 << 22] __attribute__((aligned(64)));
+    for (int tells = 1; tells >= 0; tells--) {
+        rig *g = rig_new(2, 256, 1);
+        stuck_call a = { 0, 0, 0 };
+        ra_ring_desc rd = { 0 };
+        ra_ring *ring = NULL;
+        ra_ring_counters c;
+        ra_transport net = { 0 };
+        int64_t begin = ra_now_ns();
+        net.size = (uint32_t)sizeof net;
+        net.abi = RA_TRANSPORT_ABI;
+        net.ctx = &a;
+        net.sendrecv = stuck_sendrecv;
+        net.caps = RA_CAP_HELPER;
+        if (tells) net.abort = stuck_abort;
+        rd.quiesce_ns = SECOND / 10;
+        rd.workspace = memory;
+        rd.workspace_bytes = sizeof memory;
+        CHECK_EQ(ra_ring_create(&ring, g->plan[0], &net, &rd), RA_OK);
+        CHECK_EQ(ra_forward(g->plan[0], ring, &g->t[0], ra_deadline_ms(50)), RA_E_TIMEOUT);
+        ra_ring_query(ring, &c);
+        CHECK_EQ(c.bounded, 1);
+        CHECK_EQ(ra_ring_destroy(ring), tells ? RA_OK : RA_E_UNSAFE);
+        CHECK_EQ(a.aborts, tells);
+        CHECK_EQ(a.inside, !tells);
+        CHECK(ra_now_ns() - begin < 10 * SECOND);
+        (void)stuck_abort(&a, 0);
+        while (__atomic_load_n(&a.inside, __ATOMIC_SEQ_CST)) short_sleep();
+        rig_free(g);
+    }
 }
 
 /* A failed exchange that was to bring a chunk names that chunk, not the own chunk that it sent. */
@@ -419,7 +481,7 @@ TEST(failed_exchange_names_both_peers) {
         CHECK_EQ(ra_forward(g->plan[0], ring, &g->t[0], deadline),
                  deadline ? RA_E_TIMEOUT : RA_E_PEER);
         CHECK_EQ(ra_ring_failure(ring, &f), RA_OK);
-        if (!deadline && !CHECK(strstr(f.text, "receiving from rank 1 or sending to rank 2")))
+        if (!deadline && !CHECK(strstr(f.text, "receiving from rank 2 or sending to rank 1")))
             printf("    %s\n", f.text);
         CHECK_EQ(strstr(f.text, "deadlines are absolute") != NULL, deadline != 0);
         (void)ra_ring_destroy(ring);
@@ -1100,14 +1162,15 @@ static void *seat_0_main(void *arg) {
     return NULL;
 }
 
-/* At level 0 too, without a deadline: a rank whose messages do not fit, and the one after it, name
- * what differs. The others are told. */
+/* With sendrecv alone too, with a helper or without, and without a deadline: a rank whose messages
+ * do not fit, and the one after it, name what differs. The others are told. */
 TEST(sendrecv_names_what_differs) {
     static const char *const text[3] = { ": mask", ": layout", ": chunk_tokens" };
     static const int worlds[3] = { 2, 3, 5 };
-    for (int i = 0; i < 3 * 5 * 3; i++) {
+    for (int i = 0; i < 3 * 5 * 3 * 2; i++) {
         int64_t left = i;
-        const int ranks = worlds[h_pick(&left, 3)], odd = h_pick(&left, 5), what = (int)left;
+        const int ranks = worlds[h_pick(&left, 3)], odd = h_pick(&left, 5);
+        const int helps = h_pick(&left, 2), what = (int)left;
         pthread_t id[RANKS];
         seat_0 seat[RANKS];
         mail_desc d;
@@ -1126,6 +1189,7 @@ TEST(sendrecv_names_what_differs) {
         memset(seat, 0, sizeof seat);
         d.ranks = ranks;
         d.tells = 1;
+        d.caps = helps ? RA_CAP_HELPER : 0;
         seat[0].all = mail_open(&d, NULL);
         for (int r = 0; r < ranks; r++) {
             seat[r].g = g; seat[r].all = seat[0].all; seat[r].rank = r;
@@ -1821,7 +1885,7 @@ int main(int argc, char **argv) {
         ENTRY(ops_are_taken_back_from_the_last),
         ENTRY(shared_between_processes), ENTRY(shared_in_one_process), ENTRY(begin_reads_no_sinks),
         ENTRY(containers_share_no_memory), ENTRY(rings_that_differ),
-        ENTRY(absent_callers_do_not_wait),
+        ENTRY(absent_callers_do_not_wait), ENTRY(helper_that_is_stuck),
         ENTRY(failed_exchange_names_what_was_due), ENTRY(deadlines_on_another_clock),
         ENTRY(quiesce_of_the_world_on_another_clock), ENTRY(world_waits_for_no_rank_that_rests),
         ENTRY(world_rests_after_any_pass),

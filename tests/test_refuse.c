@@ -710,7 +710,7 @@ static const row transport_rows[] = {
     { 0, T(size), I32, -1, RA_E_ABI, "must be sizeof(ra_transport), is 4294967295" },
     { 0, T(abi), I32, 0, RA_E_ABI, "must be RA_TRANSPORT_ABI, which is 1 here" },
     { 0, T(abi), I32, 2, RA_E_ABI, "must be RA_TRANSPORT_ABI, which is 1 here" },
-    { 0, T(caps), I32, 32, RA_E_ENUM, "has bits that are not RA_CAP_*: 32" },
+    { 0, T(caps), I32, 64, RA_E_ENUM, "has bits that are not RA_CAP_*: 64" },
     { 1, T(channels), I32, 65, RA_E_RANGE, "must be at most 64, is 65" },
     { 1, T(tag_bits), I32, 65, RA_E_RANGE, "must be at most 64, is 65" },
     { 1, T(max_ops), I32, 1, RA_E_RANGE, "must be at least 2, for a send and" },

@@ -42,6 +42,7 @@ static inline mail_net *setup_network(const setup *s) {
             d.channels = 2;
         }
     }
+    if (s->wire == WIRE_SENDRECV && (seed & 8)) d.caps = RA_CAP_HELPER;
     if (s->train && s->grad_return == RA_RETURN_DIRECT) d.caps |= RA_CAP_ANY_PEER;
     return mail_open(&d, NULL);
 }
