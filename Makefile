@@ -69,8 +69,8 @@ REPORT   := :
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check check-full conformance sim mutants spin netns lint bench bench-peers clean \
-        all-programs
+.PHONY: help demo check check-full conformance sim mutants spin netns rooms lint bench bench-peers \
+        clean all-programs
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -197,6 +197,9 @@ spin: ## a model of the bundled world's protocol, all interleavings; needs Spin
 
 netns: ## rings between network namespaces: hidden transfer, cut links, loss and delay; needs root
 	@sh bench/netns.sh $(B)/netns
+
+rooms: ## build/rooms: ringattn.h, a file per room, for tools that refuse long files
+	@sh tests/rooms.sh build/rooms
 
 lint: ## what a script can check of the house style
 	@sh tests/lint.sh

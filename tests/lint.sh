@@ -258,6 +258,7 @@ lint() {
         [ -f "$f" ] && awk -v name="$f" -v mode="$mode" "$walk" "$f" | grep -v '^figure'
     done
     awk -v name=ringattn.h "$header" ringattn.h
+    [ ! -f tests/rooms.sh ] || sh tests/rooms.sh "$scratch/rooms"
     awk -v name=ringattn.h -v mode=header "$walk" ringattn.h > "$scratch/walk"
     grep -v '^figure length' "$scratch/walk"
     sed -n 's/^figure length //p' "$scratch/walk" | sort -n | awk '
