@@ -180,6 +180,9 @@
  *   RINGATTN_API              replaces `extern` before every public function
  *   RINGATTN_ASSERT(x)        checks the library's own invariants; default: nothing
  *   RINGATTN_NO_THREADS       no pthreads: no ra_world; rings on your own threads still work
+ *   RINGATTN_NO_RINGS         one rank: no plans, rings, worlds and caches (what is after LOCAL
+ *                             BACKWARD below)
+ *   RINGATTN_NO_GRADIENTS     no gradients: train must be 0. With both, half of the code is left
  *   RINGATTN_SCALAR           only the scalar kernels, on any processor
  *   RINGATTN_SELF             the name under which the file includes itself; needed if its text is
  *                             pasted into another file, and names one that has it alone
@@ -1569,6 +1572,20 @@ typedef struct ra_engine {
 #define RA__UNUSED   __attribute__((unused))
 /* For functions that refuse: compilers place the calls away from the common path. */
 #define RA__COLD     static __attribute__((noinline, cold, unused))
+
+/* Without rings or gradients what only they use has no caller, and compilers leave it out. The
+ * functions of gradients of an instruction set are reached through its table alone. */
+#if defined(RINGATTN_NO_GRADIENTS)
+#define RA__GRADIENTS 0
+#define RA__GRADIENT(f) NULL
+#else
+#define RA__GRADIENTS 1
+#define RA__GRADIENT(f) f
+#endif
+#pragma GCC diagnostic push
+#if defined(RINGATTN_NO_GRADIENTS) || defined(RINGATTN_NO_RINGS)
+#pragma GCC diagnostic ignored "-Wunused-function"
+#endif
 
 /* Programs may be compiled with -Ofast. From here on arithmetic is IEEE again, and a*b + c is fused
  * only where the code says so: otherwise bits would depend on the compiler. clang's -Ofast fuses
@@ -5413,9 +5430,10 @@ static const ra__kernel RA__NAME(kernel) = {
     RA__ISA, RA__NAME(sizes), RA__NAME(prepare), RA__NAME(load_q), RA__NAME(load_acc),
     RA__NAME(store_acc), RA__NAME(fold), RA__NAME(store_o), RA__DECODE_UNIT, RA__DECODE_MOST,
     RA__NAME(decode_load), RA__NAME(decode_fold), RA__DECODE_NEAR_FOLD, RA__NAME(decode_close),
-    RA__NAME(decode_store), RA__NAME(decode_merge), RA__NAME(sizes_back), RA__NAME(prepare_back),
-    RA__NAME(load_back), RA__NAME(deltas), RA__NAME(fold_back), RA__NAME(put_grad),
-    RA__NAME(merge), RA__NAME(finish)};
+    RA__NAME(decode_store), RA__NAME(decode_merge), RA__GRADIENT(RA__NAME(sizes_back)),
+    RA__GRADIENT(RA__NAME(prepare_back)), RA__GRADIENT(RA__NAME(load_back)),
+    RA__GRADIENT(RA__NAME(deltas)), RA__GRADIENT(RA__NAME(fold_back)),
+    RA__GRADIENT(RA__NAME(put_grad)), RA__NAME(merge), RA__NAME(finish)};
 
 #undef RA__SLAB
 #undef RA__ISA_NOINLINE
@@ -7547,8 +7565,10 @@ static const ra__kernel ra__kernel_bf16 = {
     ra__decode_load_bf16, ra__decode_fold_bf16, ra__decode_near_bf16, ra__decode_close_avx512,
     ra__decode_store_bf16,
     ra__decode_merge_avx512,
-    ra__sizes_back_bf16, ra__prepare_back_bf16, ra__load_back_bf16, ra__deltas_bf16,
-    ra__fold_back_bf16, ra__put_grad_avx512, ra__merge_avx512, ra__finish_avx512};
+    RA__GRADIENT(ra__sizes_back_bf16), RA__GRADIENT(ra__prepare_back_bf16),
+    RA__GRADIENT(ra__load_back_bf16), RA__GRADIENT(ra__deltas_bf16),
+    RA__GRADIENT(ra__fold_back_bf16), RA__GRADIENT(ra__put_grad_avx512), ra__merge_avx512,
+    ra__finish_avx512};
 
 RA__OPTIMIZE_END
 
@@ -8736,8 +8756,10 @@ static const ra__kernel ra__kernel_amx = {
     RA_ISA_AMX, ra__sizes_amx, ra__prepare_amx, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
     0, 0, NULL, NULL, NULL, NULL, NULL, NULL,
-    ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_bf16, ra__deltas_bf16,
-    ra__fold_back_amx, ra__put_grad_avx512, ra__merge_avx512, ra__finish_avx512};
+    RA__GRADIENT(ra__sizes_back_amx), RA__GRADIENT(ra__prepare_back_amx),
+    RA__GRADIENT(ra__load_back_bf16), RA__GRADIENT(ra__deltas_bf16),
+    RA__GRADIENT(ra__fold_back_amx), RA__GRADIENT(ra__put_grad_avx512), ra__merge_avx512,
+    ra__finish_avx512};
 
 #undef RA__AMX_TARGET
 #undef RA__AMX_STATIC
@@ -10634,6 +10656,8 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     ra__number(&x, "mask.interval_count", m->interval_count, 0, RA_MAX_POSITION);
     ra__constant(&x, "layout.kind", d->layout.kind, d->ranks > 1, RA_LAYOUT_ARRAY, "RA_LAYOUT_#");
     ra__number(&x, "train", d->train, 0, 1);
+    ra__refuse_if(&x, d->train && !RA__GRADIENTS, RA_E_UNSUPPORTED, "train",
+                  "must be 0, is #: RINGATTN_NO_GRADIENTS is defined", d->train);
     ra__constant(&x, "grad_dtype", d->grad_dtype, 0, RA_BF16, "RA_#");
     ra__constant(&x, "grad_return", d->grad_return, 0, RA_RETURN_RING, "RA_RETURN_#");
     ra__constant(&x, "isa", d->isa, 0, RA_ISA_NEON, "RA_ISA_#");
@@ -13945,6 +13969,7 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
     return RA_OK;
 }
 
+#ifndef RINGATTN_NO_GRADIENTS
 /* ========================================================================== LOCAL BACKWARD
  * Gradients on one rank. In: the tensors of a call, dO, and O and LSE of its forward pass. Out: dQ,
  * dK and dV, or f32 sums of them in the caller's arrays.
@@ -14182,10 +14207,13 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
     return RA_OK;
 }
 
+#endif /* RINGATTN_NO_GRADIENTS */
+
 RA__OPTIMIZE_END
 
 RA__OPTIMIZE_BEGIN("Og")
 
+#ifndef RINGATTN_NO_RINGS
 /* ========================================================================== SCHEDULE
  * Chunks, their order, and how far each travels. In: a resolved descriptor. Out: one list of chunks
  * in the order in which every row folds them and every link carries them (except in rounds, see
@@ -23789,11 +23817,13 @@ RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
     return RA_OK;
 }
 
+#endif /* RINGATTN_NO_RINGS */
 RA__OPTIMIZE_END
 
 #ifdef __cplusplus
 }
 #endif
+#pragma GCC diagnostic pop
 #if !defined(__clang__)
 #pragma GCC pop_options
 #else
@@ -23802,6 +23832,8 @@ RA__OPTIMIZE_END
 #pragma float_control(pop)
 #endif
 #endif
+#undef RA__GRADIENTS
+#undef RA__GRADIENT
 #undef RA__PROCESS_ID
 #undef RA__QUIET_NS
 #undef RA__HASH_START

@@ -10,7 +10,8 @@
  *   LANG_TWICE          include it once as a user, then twice as the implementer
  *   LANG_ELSEWHERE      lang_impl.c has the implementation
  *   LANG_STATIC_TWO     lang_impl.c has a second, static, copy of the library: call that too
- *   RINGATTN_NO_THREADS no world: the three shards are folded and merged on this thread */
+ *   RINGATTN_NO_THREADS, _NO_RINGS
+ *                       no world: the three shards are folded and merged on this thread */
 #ifndef LANG_HEADER
 #define LANG_HEADER "ringattn.h"
 #endif
@@ -141,7 +142,7 @@ static int lang_check(const problem *p, const char *what) {
     return bad != 0;
 }
 
-#ifndef RINGATTN_NO_THREADS
+#if !defined(RINGATTN_NO_THREADS) && !defined(RINGATTN_NO_RINGS)
 
 /* Copies the rows of a rank between the whole tensor and the packed one, `width` floats per row. */
 static void lang_rows(float *whole, float *mine, const ra_run *runs, int n, int width, int gather) {
@@ -207,12 +208,14 @@ static ra_status lang_solve(problem *p) {
 
 #else
 
+#ifndef RINGATTN_NO_RINGS
 static ra_status lang_no_rank(ra_world *world, int rank, void *user) {
     (void)world;
     (void)rank;
     (void)user;
     return RA_OK;
 }
+#endif
 
 /* Folds thirds of the keys into three states, and merges these. */
 static ra_status lang_solve(problem *p) {
@@ -227,7 +230,9 @@ static ra_status lang_solve(problem *p) {
     size_t bytes;
     ra_status status = RA_OK;
     int r;
+#ifndef RINGATTN_NO_RINGS
     if (ra_world_run(RANKS, lang_no_rank, NULL, NULL) != RA_E_UNSUPPORTED) return RA_E_UNSUPPORTED;
+#endif
     d.ranks = 0;
     d.kv_tokens = third;
     memset(&t, 0, sizeof t);
@@ -273,6 +278,12 @@ int main(void) {
         if (status != RA_OK) printf("%s: %s\n", name[i], ra_status_text(status));
         bad |= status != RA_OK || lang_check(p, name[i]);
     }
+#ifdef RINGATTN_NO_GRADIENTS
+    p->desc.ranks = 1;
+    bad |= ra_attention_bytes(&p->desc, 1) == 0;
+    p->desc.train = 1;
+    bad |= ra_attention_bytes(&p->desc, 1) != 0;           /* refused */
+#endif
 #ifdef LANG_STATIC_TWO
     bad |= lang_other_version() != ra_version();
 #endif

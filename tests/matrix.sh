@@ -93,10 +93,25 @@ $1 main.o -o main -lm
 ./main"
 }
 
+# less COMPILER DIALECT MACROS: without rings or gradients nothing of them is defined; others run.
+less() {
+    none=none
+    case $3 in *RINGS*) none="$none|ra_(plan|ring|infer|cache|world)" ;; esac
+    case $3 in *GRADIENTS*) none="$none|ra_(attention_backward|delta|fold_backward)" ;; esac
+    cell "$1 $2 $3" \
+        "$1 $(flags "$1" "$2") -O0 $3 -c -I'$root' '$main' -o main.o
+if nm --defined-only main.o | grep -E ' T ($none)'; then echo 'error: defined above'; exit 1; fi
+$1 main.o -o main $link
+./main"
+}
+
 # ways COMPILER DIALECT: how a header may come into a program.
 ways() {
     runs "$1" -O0 "$2" -DLANG_FIRST
     no_threads "$1" "$2" -DRINGATTN_SCALAR
+    less "$1" "$2" "-DRINGATTN_NO_RINGS -DRINGATTN_NO_GRADIENTS"
+    less "$1" "$2" -DRINGATTN_NO_RINGS
+    less "$1" "$2" -DRINGATTN_NO_GRADIENTS
     runs "$1" -O0 "$2" '-DRINGATTN_ASSERT=assert -include assert.h'
     f="$1 $(flags "$1" "$2") -O0"
     cell "$1 $2 RINGATTN_STATIC in two translation units" \
@@ -226,6 +241,7 @@ quick() {
     if [ "$cc" = clang ] || have clang; then kernels=-DRINGATTN_SCALAR; fi
     parses "$cc" c99 "with kernels" "-DLANG_FIRST -DRINGATTN_STATIC -I'$root' '$main'"
     no_threads "$cc" c99 "-DRINGATTN_SCALAR -DLANG_FIRST -DRINGATTN_STATIC"
+    less "$cc" c99 "-DRINGATTN_SCALAR -DRINGATTN_NO_RINGS -DRINGATTN_NO_GRADIENTS"
     symbols "$cc" c99 "" "$made"
     foreign "$cc" c99 -DRINGATTN_SCALAR
     pasted "$cc"

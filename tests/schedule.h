@@ -1059,8 +1059,6 @@ static void link_run(link_world *w, h_rng *r, int helpers) {
         seat[i].rank = i;
         seat[i].rng.state = h_next(r);
         seat[i].tp = mail_transport(w->net, i);
-        seat[i].tp.abort = NULL;
-        seat[i].tp.quiesce = NULL;
         if (!(helpers >> i & 1)) seat[i].tp.caps &= ~(uint32_t)RA_CAP_HELPER;
         if (pthread_create(&id[i], NULL, link_live, &seat[i])) abort();
     }

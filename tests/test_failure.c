@@ -431,7 +431,7 @@ TEST(helper_that_is_stuck) {
         CHECK_EQ(c.bounded, 1);
         CHECK_EQ(ra_ring_destroy(ring), tells ? RA_OK : RA_E_UNSAFE);
         CHECK_EQ(a.aborts, tells);
-        CHECK_EQ(a.inside, !tells);
+        CHECK_EQ(__atomic_load_n(&a.inside, __ATOMIC_SEQ_CST), !tells);
         CHECK(ra_now_ns() - begin < 10 * SECOND);
         (void)stuck_abort(&a, 0);
         while (__atomic_load_n(&a.inside, __ATOMIC_SEQ_CST)) short_sleep();
