@@ -21082,6 +21082,19 @@ typedef struct ra__partials { float *data; int64_t head_rows; } ra__partials;
 /* The place of a partial result: some heads of rows that are `step` heads apart. */
 typedef struct ra__partial { float *o, *lse; int64_t step; } ra__partial;
 
+/* Where the work on a portion continues: levels of loops, from the outermost on. A loop begins
+ * where its level says, and sets it to 0 at its end. Subtrees and lanes end with the portion. */
+typedef struct ra__portion_cursor {
+    int32_t subtree, lane;             /* ra__trees_some */
+    int32_t walks, merges;             /* prefill: 1: the walk of the lane has begun; its sums are
+                                        * merged into the place before its own. ra__tiles_some */
+    int64_t span;                      /* decoding: of the lane. ra__lane_some */
+    int64_t leaf;                      /* of the span. ra__span_some */
+    int32_t member, alone;             /* joint sequence; 1: the leaf is attended for it alone, 0:
+                                        * for all at once. ra__joint_leaf_some */
+    int32_t head;                      /* KV head, of the portion's. ra__leaf_some */
+} ra__portion_cursor;
+
 /* A portion is some rows of a sequence, attended to the lanes of the stage. In the form of prefill
  * it has up to tile_rows rows of one KV head. In the form of decoding it has up to decode_tokens
  * rows of some or all heads, and with slots it covers one span of one lane. Joint sequences have
@@ -21097,14 +21110,9 @@ typedef struct ra__cache_portion {
     int32_t lane;                      /* with slots: of its span; -1: all lanes */
     int64_t span;
 
-    /* What comes next. */
-    int32_t at_tree, at_lane, at_head; /* at_head: KV head in a leaf */
-    int64_t at_span, at_leaf;
-    int32_t at_row, single;            /* single: 0: all rows in one call; n: only row n - 1 */
-    int32_t lane_begun;                /* 1: a lane in the form of prefill has begun */
-    int32_t merges;                    /* 1: its sums are merged into the place before its own */
+    ra__portion_cursor at;             /* what comes next */
     uint32_t filled;                   /* bit i: place i of the path holds sums (ra__lane_path) */
-    int32_t kept;                      /* 1: the queries are in panels, also for later lanes */
+    int32_t kept;                      /* prefill: 1: the queries are in panels, for all lanes */
 } ra__cache_portion;
 
 /* A desk: memory for one thread, and the portion that is computed there. A step may leave a portion
@@ -23000,7 +23008,7 @@ static int64_t ra__lane_begin(const ra_cache *c, int32_t b, int32_t lane) {
 /* Sets K and V of a call: rows of a lane from `row` on, from KV head `head` on. */
 static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                int64_t row, int32_t head, ra_desc *d) {
-    const int32_t b = y->x.b + (y->x.single ? y->x.single - 1 : 0);
+    const int32_t b = y->x.b + (y->x.at.alone ? y->x.at.member : 0);
     const int64_t first = row + ra__lane_begin(c, b, lane);
     const int paged = c->d.page_tokens && !c->keys.row;
     const int64_t at = paged ? 0 : first;
@@ -23023,23 +23031,23 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, ra
                           ra__partial out, ra_desc *d) {
     const ra__query_rows *q = &c->queries;
     const ra__cache_portion *x = &y->x;
-    const int32_t head = x->head + x->at_head;
-    const int32_t member = x->single ? x->single - 1 : 0;
+    const int32_t head = x->head + x->at.head;
+    const int32_t member = x->at.alone ? x->at.member : 0;
     const int64_t at = q->at[x->b] + x->row + member, q_head = head * (int64_t)c->group;
     ra__view qv;
     ra_tensors *t = &y->t;
     if (q->packed) qv = ra__view_at(q->v, 0, at, q_head);
     else qv = ra__view_at(q->v, x->b + member, x->row, q_head);
     memset(t, 0, sizeof *t);
-    d->tokens = x->single ? 1 : x->rows;
+    d->tokens = x->at.alone ? 1 : x->rows;
     d->kv_tokens = rows.end - rows.begin;
     t->q = ra__view_in(qv);
     if (x->joint > 1 && !q->packed) t->q.token_stride = qv.batch;
     ra__lane_call_keys(c, y, lane, rows.begin, head, d);
-    t->o.data = out.o + x->at_head * c->group * (int64_t)c->d.v_dim;
+    t->o.data = out.o + x->at.head * c->group * (int64_t)c->d.v_dim;
     t->o.token_stride = out.step * c->d.v_dim * (int64_t)sizeof(float);
     t->o.head_stride = c->d.v_dim * (int64_t)sizeof(float);
-    t->lse.data = out.lse + x->at_head * c->group;
+    t->lse.data = out.lse + x->at.head * c->group;
     t->lse.token_stride = out.step * (int64_t)sizeof(float);
     t->lse.head_stride = (int64_t)sizeof(float);
     t->q_pos.array = q->pos + at;
@@ -23067,23 +23075,23 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
     const int64_t tile = RA_BLOCK_TOKENS * RA_BLOCK_TOKENS * ra__cache_dims(c);
     const int64_t work = ra__max(1, *left / tile) * RA__TILE_WORK;
     if (*left <= 0) return RA_AGAIN;
-    if (!y->x.lane_begun) {
+    if (!y->x.at.walks) {
         ra_desc d = c->tile;
         d.tokens = y->x.rows;
-        y->x.merges = merges && !ra__is_short(&d);
-        ra__lane_call(c, y, lane, rows, to[-y->x.merges], &d);
+        y->x.at.merges = merges && !ra__is_short(&d);
+        ra__lane_call(c, y, lane, rows, to[-y->x.at.merges], &d);
         ra_status s = ra__attend_walk(&d, &y->t, y->workspace, c->tile_kernel, &y->a);
         if (s) return s;
-        if (y->x.merges) y->a.c.w.merge_room = y->partial[0];
+        if (y->x.at.merges) y->a.c.w.merge_room = y->partial[0];
         y->a.c.w.queries_kept = y->x.kept;
         y->x.kept = ra__head_panels(&y->a.c, 0) <= y->a.walk.panels;
-        y->x.lane_begun = 1;
+        y->x.at.walks = 1;
     }
     y->a.walk.x.left = work;
     const int done = ra__local_some(&y->a.c, &y->a.walk);
     *left -= ra__ceil_div((work - y->a.walk.x.left) * tile, RA__TILE_WORK);
     if (!done) return RA_AGAIN;
-    y->x.lane_begun = 0;
+    y->x.at.walks = 0;
     return RA_OK;
 }
 
@@ -23140,10 +23148,10 @@ static void ra__leaf_next(const ra_cache *c, const ra__cache_desk *y, int32_t la
 static ra_status ra__leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                ra__range keys, ra__partial out, int64_t *left) {
     ra__cache_portion *x = &y->x;
-    const int64_t rows = x->single ? 1 : x->rows;
+    const int64_t rows = x->at.alone ? 1 : x->rows;
     const int64_t price = rows * c->group * (keys.end - keys.begin) * ra__cache_dims(c);
-    while (x->at_head < x->heads) {
-        int64_t heads = x->heads - x->at_head;
+    while (x->at.head < x->heads) {
+        int64_t heads = x->heads - x->at.head;
         uintptr_t next[2];
         ra_desc d = c->decode;
         if (*left <= 0 || (heads * price > *left && *left < RA__STEP_WORK)) return RA_AGAIN;
@@ -23152,15 +23160,15 @@ static ra_status ra__leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
         d.q_heads = (int32_t)heads * c->group;
         ra__lane_call(c, y, lane, keys, out, &d);
         next[0] = next[1] = 0;
-        if (x->at_head + heads < x->heads)
-            ra__lane_address(c, x->b, lane, keys.begin, x->head + x->at_head + d.kv_heads, next);
+        if (x->at.head + heads < x->heads)
+            ra__lane_address(c, x->b, lane, keys.begin, x->head + x->at.head + d.kv_heads, next);
         else ra__leaf_next(c, y, lane, keys.end, next);
         ra_status s = ra__attend_decode(&d, &y->t, y->workspace, c->decode_kernel, next);
         if (s) return s;
         *left -= heads * price;
-        x->at_head += (int32_t)heads;
+        x->at.head += (int32_t)heads;
     }
-    x->at_head = 0;
+    x->at.head = 0;
     return RA_OK;
 }
 
@@ -23184,20 +23192,20 @@ static ra_status ra__joint_leaf_some(const ra_cache *c, ra__cache_desk *y, int32
     }
     if (shared && ra__leaf_is_shared(c, &c->t.pages, first, x->b, x->joint))
         return ra__leaf_some(c, y, lane, whole, out, left);
-    for (; x->at_row < x->joint; x->at_row++) {
-        const ra__partial partial = ra__partial_row(c, out, x->at_row);
+    for (; x->at.member < x->joint; x->at.member++) {
+        const ra__partial partial = ra__partial_row(c, out, x->at.member);
         ra__range keys = whole;
         ra_status s = RA_OK;
-        ra__joint_row_sees(c, x, x->at_row, &lo, &hi);
+        ra__joint_row_sees(c, x, x->at.member, &lo, &hi);
         keys.end = ra__min(whole.end, ra__lane_keys(c, lane, hi));
-        x->single = x->at_row + 1;
+        x->at.alone = 1;
         if (ra__max(whole.begin, ra__lane_keys(c, lane, lo)) < keys.end)
             s = ra__leaf_some(c, y, lane, keys, partial, left);
         else ra__partial_clear(c, x, partial, 1);
-        x->single = 0;
+        x->at.alone = 0;
         if (s) return s;
     }
-    x->at_row = 0;
+    x->at.member = 0;
     return RA_OK;
 }
 
@@ -23212,14 +23220,15 @@ static ra_status ra__span_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
         ra__partial_clear(c, x, out, x->rows);
         return RA_OK;
     }
-    for (x->at_leaf = ra__max(x->at_leaf, first); x->at_leaf < last; x->at_leaf++) {
-        const ra__range keys = { x->at_leaf * RA__LEAF, ra__min((x->at_leaf + 1) * RA__LEAF, to) };
-        ra__partial partial = x->at_leaf > first ? ra__partial_packed(c, x, y->partial[0]) : out;
-        ra_status s = x->joint > 1 ? ra__joint_leaf_some(c, y, lane, x->at_leaf, partial, left)
+    for (x->at.leaf = ra__max(x->at.leaf, first); x->at.leaf < last; x->at.leaf++) {
+        const ra__range keys = { x->at.leaf * RA__LEAF, ra__min((x->at.leaf + 1) * RA__LEAF, to) };
+        ra__partial partial = x->at.leaf > first ? ra__partial_packed(c, x, y->partial[0]) : out;
+        ra_status s = x->joint > 1 ? ra__joint_leaf_some(c, y, lane, x->at.leaf, partial, left)
                                      : ra__leaf_some(c, y, lane, keys, partial, left);
         if (s) return s;
-        if (x->at_leaf > first) ra__partial_merge(c, x, out, partial);
+        if (x->at.leaf > first) ra__partial_merge(c, x, out, partial);
     }
+    x->at.leaf = 0;
     return RA_OK;
 }
 
@@ -23234,9 +23243,9 @@ static ra_status ra__slot_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     const int32_t local = lane - c->keys.first;
     if (*left <= 0) return RA_AGAIN;
     *left -= x->rows * ra__partial_floats(&c->d);
-    if (x->at_span == 0) ra__partial_clear(c, x, out, x->rows);
+    if (x->at.span == 0) ra__partial_clear(c, x, out, x->rows);
     ra__partial_merge(c, x, out,
-                      ra__partial_packed(c, x, ra__span_slot(c, x->b, local, x->at_span)));
+                      ra__partial_packed(c, x, ra__span_slot(c, x->b, local, x->at.span)));
     return RA_OK;
 }
 
@@ -23257,17 +23266,17 @@ static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     const ra__range rows = ra__lane_seen(c, x, lane);
     const int64_t spans = ra__cache_spans(c, x->b);
     if (!x->decode) return ra__tiles_some(c, y, lane, rows, to, merges, left);
-    for (; x->at_span < spans; x->at_span++, x->at_leaf = 0) {
+    for (; x->at.span < spans; x->at.span++) {
         const int slot = c->slot[x->b] >= 0;
-        ra__partial partial = x->at_span ? ra__partial_packed(c, x, y->partial[1]) : out;
+        ra__partial partial = x->at.span ? ra__partial_packed(c, x, y->partial[1]) : out;
         if (*left <= 0) return RA_AGAIN;
         ra_status s = slot ? ra__slot_some(c, y, lane, out, left)
-                           : ra__span_some(c, y, lane, x->at_span, partial, left);
+                           : ra__span_some(c, y, lane, x->at.span, partial, left);
         if (s) return s;
         *left -= ra__partial_work(c, x);
-        if (x->at_span && !slot) ra__partial_merge(c, x, out, partial);
+        if (x->at.span && !slot) ra__partial_merge(c, x, out, partial);
     }
-    x->at_span = 0;
+    x->at.span = 0;
     return RA_OK;
 }
 
@@ -23319,28 +23328,28 @@ static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *l
     ra__cache_portion *x = &y->x;
     const int64_t row = c->queries.at[x->b] + x->row, head = x->head * (int64_t)c->group;
     const int32_t rank = c->keys.rank, trees = ra__rank_trees(c, rank);
-    for (; x->at_tree < trees; x->at_tree++) {
-        const ra__subtree lanes = c->tree[c->tree_first[rank] + x->at_tree];
-        if (x->at_lane < lanes.first) x->at_lane = lanes.first;
+    for (; x->at.subtree < trees; x->at.subtree++) {
+        const ra__subtree lanes = c->tree[c->tree_first[rank] + x->at.subtree];
+        if (x->at.lane < lanes.first) x->at.lane = lanes.first;
         const ra__partial sum = c->ranks == 1 ? ra__portion_sum(c, y) : ra__tree_partial(
-            c, c->out, x->at_tree, row * c->d.q_heads + head);
-        for (; x->at_lane < lanes.last; x->at_lane++) {
-            const ra__range rows = ra__lane_seen(c, x, x->at_lane);
+            c, c->out, x->at.subtree, row * c->d.q_heads + head);
+        for (; x->at.lane < lanes.last; x->at.lane++) {
+            const ra__range rows = ra__lane_seen(c, x, x->at.lane);
             ra__partial to[RA__TREE_DEPTH + 1];
             int32_t n, completed;
             to[0] = sum;
-            n = ra__lane_path(c, y, lanes, x->at_lane, to, &completed);
+            n = ra__lane_path(c, y, lanes, x->at.lane, to, &completed);
             if (*left <= 0) return RA_AGAIN;
-            x->merges = x->lane_begun && x->merges;
+            x->at.merges = x->at.walks && x->at.merges;
             if (rows.begin < rows.end) {
                 const int merges = completed > 0 && (x->filled >> (n - 1) & 1);
-                ra_status s = ra__lane_some(c, y, x->at_lane, to + n, merges, left);
+                ra_status s = ra__lane_some(c, y, x->at.lane, to + n, merges, left);
                 if (s) return s;
-                if (!x->merges) x->filled |= 1u << n;
+                if (!x->at.merges) x->filled |= 1u << n;
             }
             *left -= (1 + completed) * ra__partial_work(c, x);     /* also of a lane without keys */
-            n -= x->merges;
-            completed -= x->merges;
+            n -= x->at.merges;
+            completed -= x->at.merges;
             for (; completed > 0; completed--, n--) ra__places_merge(c, x, to, n);
         }
         if (!x->filled) ra__partial_clear(c, x, sum, x->rows);
@@ -23461,7 +23470,6 @@ static ra_status ra__cache_compute(ra_cache *c, ra__cache_desk *y) {
         ra_status s = ra__span_some(c, y, x->lane, x->span, ra__partial_packed(c, x, slot), &left);
         if (s || ra__add_i64(&c->slot_done[x->b], 1) + 1 < ra__sequence_portions(c, x->b)) return s;
         x->lane = -1;                  /* the last span: merges all of them */
-        x->at_leaf = 0;
     }
     const ra_status s = ra__trees_some(c, y, &left);
     return s || c->ranks > 1 ? s : ra__portion_write(c, y);
