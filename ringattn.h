@@ -385,7 +385,8 @@ enum { RA_ISA_AUTO, RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF1
 enum { RA_MASK_UNSET, RA_MASK_NONE, RA_MASK_CAUSAL, RA_MASK_INTERVALS };
 enum { RA_LAYOUT_UNSET, RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG, RA_LAYOUT_STRIPED, RA_LAYOUT_RUNS,
        RA_LAYOUT_ARRAY };
-enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4 };  /* flags */
+/* Flags. FACTORS: the bias of each head has a factor. */
+enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4, RA_SCORE_FACTORS = 8 };
 /* The order in which a row adds up blocks of keys. DESCENDING: from its own block downwards.
  * ASCENDING: from the first to the last (zigzag: by mirrored pairs {k, n - 1 - k} of n blocks).
  * ROUNDS: see ra_desc.order. */
@@ -662,6 +663,9 @@ typedef struct ra_tensors {
                                         * denominator as exp(sink): not scaled, capped or dropped.
                                         * alibi, sinks and seed must be equal on all ranks */
     ra_bias bias;                      /* with RA_SCORE_BIAS */
+    const float *bias_factors;         /* [Hq] > 0, with RA_SCORE_FACTORS too: query head h adds
+                                        * bias_factors[h] * bias. Equal on all ranks. What hides a
+                                        * key is the bias before that */
     uint64_t seed;                     /* of dropout: the same forward and backward */
     /* Only for backward calls, which also read o and lse as forward left them: lse is required
      * there. Leave gradients that you do not want {0} or null; on one rank, and for d_q in a ring,
@@ -1420,7 +1424,8 @@ RINGATTN_API void ra_world_destroy(ra_world *world); /* after all rings on it; n
 #define RA_ENGINE_ABI 1u
 typedef struct ra_block {
     const ra_desc *desc;               /* resolved */
-    const ra_tensors *tensors;         /* of the call: alibi and bias (the library applies sinks) */
+    const ra_tensors *tensors;         /* of the call: alibi, bias and bias_factors (the library
+                                        * applies sinks) */
     int32_t sequence, thread;          /* thread: ith of the step */
     int32_t partial;                   /* 0: every row sees every key, ignore the intervals */
     int64_t q_row, q_rows, k_rows;     /* q_row: first row among this rank's (for bias) */
@@ -1690,7 +1695,7 @@ typedef struct ra__rows {
 } ra__rows;
 
 /* How a scaled score s is modified, in this order: s = cap * tanh(s / cap),
- * s = s - slope * |p - k|, s = s + bias. */
+ * s = s - slope * |p - k|, s = s + factor * bias. */
 typedef struct ra__score {
     float softcap;                     /* 0: off */
     float slope;                       /* ALiBi of this head, 0: off */
@@ -1699,6 +1704,7 @@ typedef struct ra__score {
     const int64_t *bias_rows;          /* null, or bytes from bias to each row; then the row stride
                                         * is not 0 and has no other meaning */
     int32_t bias_dtype;                /* RA_F32, RA_F16, RA_BF16 */
+    float bias_factor;                 /* of this head */
     int64_t bias_keys;                 /* key positions from here on have bias 0 */
 } ra__score;
 
@@ -1827,7 +1833,7 @@ typedef struct ra__decode_rows {
     int32_t has_keys;                  /* bit r: row r has seen keys of the current block */
     int32_t count;                     /* of rows that exist */
     int32_t one_row;                   /* 1: row 0 is the only one; scores and p are [key] */
-    float m[16], block_l[16], slope[16];
+    float m[16], block_l[16], slope[16], per_bias[16]; /* per_bias: factor of the bias, to base 2 */
     ra__score score[4];                /* per row: its bias is row 0 */
     int32_t pos[4];
     float factor;                      /* of the products q k */
@@ -2053,13 +2059,13 @@ static void ra__put(ra__text *x, const char *s) {
 }
 
 /* Each kind of constants: its prefix, and the names of 0, 1, ... */
-enum { RA__MOST_NAMES = 7 };
+enum { RA__MOST_NAMES = 9 };
 static const char *const ra__names[][1 + RA__MOST_NAMES] = {
     { "RA_", "DTYPE_UNSET", "F32", "F16", "BF16", "Q8_0" },
     { "RA_ISA_", "AUTO", "SCALAR", "AVX2", "AVX512", "AVX512_BF16", "AMX", "NEON" },
     { "RA_MASK_", "UNSET", "NONE", "CAUSAL", "INTERVALS" },
     { "RA_LAYOUT_", "UNSET", "CONTIGUOUS", "ZIGZAG", "STRIPED", "RUNS", "ARRAY" },
-    { "RA_SCORE_", NULL, "ALIBI", "BIAS", NULL, "SINKS" },
+    { "RA_SCORE_", NULL, "ALIBI", "BIAS", NULL, "SINKS", NULL, NULL, NULL, "FACTORS" },
     { "RA_ORDER_", NULL, "DESCENDING", "ASCENDING", "ROUNDS" },
     { "RA_FORM_", "AUTO", "SAME" },
     { "RA_RETURN_", "DIRECT", "RING" },
@@ -3098,7 +3104,7 @@ static RA__UNUSED void ra__bias_grad_add(const ra__back_panel *panel, const ra__
             float *to = one_row ? &of_key[j] : one_key ? &of_row[r] :
                         (float *)(void *)(panel->d_bias + r * panel->d_bias_row_stride +
                                           pos * panel->d_bias_key_stride);
-            *to += ds[j * RA_BLOCK_TOKENS + r];
+            *to += ds[j * RA_BLOCK_TOKENS + r] * panel->fwd.score.bias_factor;
         }
         if (one_row)
             *(float *)(void *)(panel->d_bias + pos * panel->d_bias_key_stride) += of_key[j];
@@ -3375,7 +3381,7 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(tanh)(RA__FLOATS y) {
                             RA__NAME(tanh_large)(y));
 }
 
-/* The score to base 2: s = cap tanh(s / cap), s - slope |p - k|, s + bias. s comes in base 2, or in
+/* The score to base 2: s = cap tanh(s / cap), s - slope |p - k|, s + factor * bias. s comes in base 2, or in
  * base e under a softcap. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(modify)(const ra__score *score, RA__FLOATS s,
                                            RA__FLOATS distance, RA__FLOATS bias) {
@@ -3384,7 +3390,7 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(modify)(const ra__score *score, RA__FLOATS s,
             RA__NAME(set)(score->softcap * ra__log2e);
     if (score->slope != 0.0f)
         s = RA__NAME(fma)(RA__NAME(set)(-score->slope * ra__log2e), distance, s);
-    if (score->bias) s = RA__NAME(fma)(bias, RA__NAME(set)(ra__log2e), s);
+    if (score->bias) s = RA__NAME(fma)(bias, RA__NAME(set)(score->bias_factor * ra__log2e), s);
     return s;
 }
 
@@ -3528,7 +3534,8 @@ RA__ISA_INLINE void RA__NAME(tile_modify)(const RA__NAME(strip) *strip, int32_t 
     const ra__score *score = &strip->panel->score;
     const int32_t *pos = strip->keys->pos + j, *row = strip->panel->geo->pos + strip->row;
     const float *s = strip->s + j * RA__SLAB;
-    RA__FLOATS slope = RA__NAME(set)(-score->slope * ra__log2e), log2e = RA__NAME(set)(ra__log2e);
+    RA__FLOATS slope = RA__NAME(set)(-score->slope * ra__log2e);
+    RA__FLOATS factor = RA__NAME(set)(score->bias_factor * ra__log2e);
     if (score->slope != 0.0f)
         RA__UNROLL for (int32_t i = 0; i < ni; i++)
             RA__UNROLL for (int32_t t = 0; t < nt; t++)
@@ -3537,12 +3544,12 @@ RA__ISA_INLINE void RA__NAME(tile_modify)(const RA__NAME(strip) *strip, int32_t 
     if (score->bias && score->bias_row_stride)
         RA__UNROLL for (int32_t i = 0; i < ni; i++)
             RA__UNROLL for (int32_t t = 0; t < nt; t++)
-                c[i][t] = RA__NAME(fma)(RA__NAME(load)(s + i * RA__SLAB + t * RA__WIDTH), log2e,
+                c[i][t] = RA__NAME(fma)(RA__NAME(load)(s + i * RA__SLAB + t * RA__WIDTH), factor,
                                         c[i][t]);
     else if (score->bias)
         RA__UNROLL for (int32_t i = 0; i < ni; i++) {
             RA__FLOATS b = RA__NAME(set)(strip->key_bias[j + i]);
-            RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = RA__NAME(fma)(b, log2e, c[i][t]);
+            RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = RA__NAME(fma)(b, factor, c[i][t]);
         }
 }
 
@@ -4335,7 +4342,8 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(decode_modified)(const ra__decode_rows *rows,
     if (mods->alibi)
         s = RA__NAME(fma)(RA__NAME(load)(rows[head].slope) * RA__NAME(set)(-ra__log2e),
                           RA__NAME(load)(mods->distance + at), s);
-    if (bias) s = RA__NAME(fma)(RA__NAME(load)(bias + at), RA__NAME(set)(ra__log2e), s);
+    if (bias)
+        s = RA__NAME(fma)(RA__NAME(load)(bias + at), RA__NAME(load)(rows[head].per_bias), s);
     return s;
 }
 
@@ -6193,7 +6201,8 @@ RA__BF_INLINE void ra__bf_modify_sums(const ra__bf_strip *strip, int32_t j, __m5
     const ra__panel *panel = strip->panel;
     const ra__score *score = &panel->score;
     const int32_t *pos = strip->keys->pos + j;
-    const __m512 log2e = _mm512_set1_ps(ra__log2e), factor = _mm512_set1_ps(panel->factor);
+    const __m512 per_bias = _mm512_set1_ps(score->bias_factor * ra__log2e);
+    const __m512 factor = _mm512_set1_ps(panel->factor);
     RA__UNROLL for (int32_t i = 0; i < 4; i++)
         RA__UNROLL for (int32_t t = 0; t < 4; t++) c[i][t] = _mm512_mul_ps(c[i][t], factor);
     if (score->slope != 0.0f) {
@@ -6207,11 +6216,11 @@ RA__BF_INLINE void ra__bf_modify_sums(const ra__bf_strip *strip, int32_t j, __m5
         RA__UNROLL for (int32_t i = 0; i < 4; i++)
             RA__UNROLL for (int32_t t = 0; t < 4; t++)
                 c[i][t] = _mm512_fmadd_ps(_mm512_loadu_ps(strip->bias + (j + i) * 64 + 16 * t),
-                                          log2e, c[i][t]);
+                                          per_bias, c[i][t]);
     else if (score->bias)
         RA__UNROLL for (int32_t i = 0; i < 4; i++) {
             const __m512 b = _mm512_set1_ps(strip->bias[j + i]);
-            RA__UNROLL for (int32_t t = 0; t < 4; t++) c[i][t] = _mm512_fmadd_ps(b, log2e, c[i][t]);
+            RA__UNROLL for (int32_t t = 0; t < 4; t++) c[i][t] = _mm512_fmadd_ps(b, per_bias, c[i][t]);
         }
 }
 
@@ -10322,8 +10331,8 @@ RA__INLINE int64_t ra__bias_keys(int64_t keys) {
  * those that are. */
 RA__NOINLINE ra_status ra__refuse_given(int32_t given, int32_t scores, ra_error *e) {
     const int32_t differ = given ^ scores, flag = differ & -differ;
-    const char *field = flag == RA_SCORE_ALIBI ? "t.alibi" : flag == RA_SCORE_BIAS ? "t.bias"
-                                                                                   : "t.sinks";
+    const char *field = flag == RA_SCORE_ALIBI ? "t.alibi" : flag == RA_SCORE_BIAS ? "t.bias" :
+                        flag == RA_SCORE_SINKS ? "t.sinks" : "t.bias_factors";
     if (given & flag)
         return ra__refuse(e, RA_E_SHAPE, field, "is set, but scores lacks RA_SCORE_#", flag);
     return ra__refuse(e, RA_E_NULL, field, "is null, but scores has RA_SCORE_#", flag);
@@ -10345,7 +10354,7 @@ static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, int64_t
     const int64_t steps[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
     ra__checks x = { e, RA_OK };
     const int given = (t->alibi ? RA_SCORE_ALIBI : 0) | (t->sinks ? RA_SCORE_SINKS : 0) |
-                      (b->data ? RA_SCORE_BIAS : 0);
+                      (b->data ? RA_SCORE_BIAS : 0) | (t->bias_factors ? RA_SCORE_FACTORS : 0);
     if (given != d->scores) return ra__refuse_given(given, d->scores, e);
     if (t->alibi) x.status = ra__check_slopes(d, t, e);
     ra__refuse_if(&x, b->data && b->keys < 1, RA_E_RANGE, "t.bias.keys", "# is not positive",
@@ -10355,6 +10364,10 @@ static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, int64_t
     const int64_t element = b->dtype > RA_F32 ? 2 : 4;
     if (!x.status) x.status = ra__check_address(e, "t.sinks", t->sinks, 4);
     if (!x.status) x.status = ra__check_address(e, "t.bias", b->data, element);
+    if (!x.status) x.status = ra__check_address(e, "t.bias_factors", t->bias_factors, 4);
+    for (int32_t h = 0; t->bias_factors && !x.status && h < d->q_heads; h++)
+        ra__refuse_if(&x, !(t->bias_factors[h] > 0 && t->bias_factors[h] <= 1e28f), RA_E_RANGE,
+                      "t.bias_factors", "element # is not positive, or above 1e28", h);
     if (x.status || !(steps[0] | steps[1] | steps[2] | steps[3])) return x.status;
     const int64_t counts[4] = { d->sequences, d->q_heads, rows, ra__bias_keys(b->keys) };
     return ra__check_steps(steps, counts, element, "t.bias", e);
@@ -10623,10 +10636,10 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     ra__number(&x, "v_dim", d->v_dim, 1, 1024);
     ra__number(&x, "v_in_k", d->v_in_k, 0, 1);
     ra__number(&x, "v_column", d->v_column, 0, 1024);
-    ra__refuse_if(&x, (d->scores & ~(RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS)) != 0,
-                  RA_E_ENUM, "scores",
-                  "must be a sum of RA_SCORE_ALIBI, RA_SCORE_BIAS and RA_SCORE_SINKS, or 0; it "
-                  "was #", d->scores);
+    ra__refuse_if(&x, d->scores < 0 || d->scores > 15 ||
+                      (d->scores & (RA_SCORE_BIAS | RA_SCORE_FACTORS)) == RA_SCORE_FACTORS,
+                  RA_E_ENUM, "scores", "must be a sum of RA_SCORE_ALIBI, RA_SCORE_BIAS, with it "
+                  "RA_SCORE_FACTORS, and RA_SCORE_SINKS, or 0; it was #", d->scores);
     ra__dtype(&x, "q_dtype", d->q_dtype, 1);
     ra__dtype(&x, "k_dtype", d->k_dtype, 1);
     ra__dtype(&x, "v_dtype", d->v_dtype, !d->v_in_k);
@@ -11411,6 +11424,7 @@ static ra__score ra__score_of(const ra__work *w, int32_t b, int64_t row, int32_t
         s.bias_key_stride = bias->key_step;
         s.bias_keys = bias->keys;
         s.bias_dtype = bias->dtype ? bias->dtype : RA_F32;
+        s.bias_factor = w->d->scores & RA_SCORE_FACTORS ? w->t->bias_factors[head] : 1.0f;
     }
     return s;
 }
@@ -12670,7 +12684,7 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
  * nothing but a bias makes their scores differ, a panel has head rows of all of them. */
 RA__INLINE int ra__may_be_short(const ra_desc *d) {
     return d->q_heads > d->kv_heads && d->dropout <= 0.0f &&
-           !(d->scores & RA_SCORE_ALIBI);
+           !(d->scores & (RA_SCORE_ALIBI | RA_SCORE_FACTORS));
 }
 
 RA__INLINE int ra__is_short(const ra_desc *d) {
@@ -13101,6 +13115,7 @@ static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
 static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t head, int32_t index,
                               ra__decode_rows *f) {
     memset(f->slope, 0, sizeof f->slope);
+    for (int32_t i = 0; i < 16; i++) f->per_bias[i] = ra__log2e;
     memset(f->pos, 0, sizeof f->pos);
     memset(f->score, 0, sizeof f->score);
     for (int32_t r = 0; r < f->count; r++) {
@@ -13108,8 +13123,10 @@ static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t h
         const int32_t q_head = (x->head + head) * x->group + x->member[index + r];
         f->score[r] = ra__score_of(&c->w, x->sequence, x->first_row + row, q_head);
         f->modified |= ra__score_is_modified(&f->score[r]);
-        for (int32_t i = r; i < 16; i += f->one_row ? 1 : RA__DECODE_ROWS)
+        for (int32_t i = r; i < 16; i += f->one_row ? 1 : RA__DECODE_ROWS) {
             f->slope[i] = f->score[r].slope;
+            if (f->score[r].bias) f->per_bias[i] = f->score[r].bias_factor * ra__log2e;
+        }
         f->pos[r] = x->at[row];
     }
 }
@@ -15568,6 +15585,7 @@ static ra__agreed ra__agree_call(const ra_plan *p, const ra_tensors *t) {
     uint64_t h = a.topic[RA__AGREE_SCORES];
     if (d->scores & RA_SCORE_ALIBI) h = ra__hash_array(h, t->alibi, d->q_heads, 4);
     if (d->scores & RA_SCORE_SINKS) h = ra__hash_array(h, t->sinks, d->q_heads, 4);
+    if (d->scores & RA_SCORE_FACTORS) h = ra__hash_array(h, t->bias_factors, d->q_heads, 4);
     a.topic[RA__AGREE_SCORES] = h;
     if (d->dropout > 0.0f)
         a.topic[RA__AGREE_TRAINING] = ra__hash(a.topic[RA__AGREE_TRAINING], &t->seed,

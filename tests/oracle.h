@@ -98,6 +98,10 @@ static H_FAST const float *v_row(const problem *p, int b, int64_t k, int head) {
     return p->v + ((b * p->k_max + k) * p->Hkv + head) * p->Dv;
 }
 
+static H_FAST double bias_factor(const problem *p, int head) {
+    return p->scores & RA_SCORE_FACTORS ? (double)p->factors[head] : 1;
+}
+
 /* The final score of a query and a key; *size gets the sum of the magnitudes that went into it. */
 static H_FAST double score_of(const problem *p, int b, int64_t i, int head, int64_t key,
                               double *size) {
@@ -111,7 +115,7 @@ static H_FAST double score_of(const problem *p, int b, int64_t i, int head, int6
         *size += fabs(a);
     }
     if (p->scores & RA_SCORE_BIAS) {
-        a = (double)bias_value(p, b, head, i, key);
+        a = bias_factor(p, head) * (double)bias_value(p, b, head, i, key);
         s += a;
         *size += fabs(a);
     }
@@ -279,7 +283,10 @@ static H_FAST void slope_row(const problem *p, slopes *s, const int64_t at[3],
         int64_t pair = ((b * p->Hq + head) * p->q_max + at[1]) * p->k_max + keys[j];
         const float *k = p->k + key * p->Dk;
         double ds = x[j].ds, w = x[j].w * x[j].drop;
-        if (s->bias) { s->bias[pair] = ds; s->bias_bar[pair] = x[j].bar; }
+        if (s->bias) {
+            s->bias[pair] = bias_factor(p, head) * ds;
+            s->bias_bar[pair] = bias_factor(p, head) * x[j].bar;
+        }
         if (p->softcap > 0) {
             double t = tanh(c * dot_product(q, k, p->Dk) / (double)p->softcap);
             ds *= 1 - t * t;

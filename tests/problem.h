@@ -21,7 +21,7 @@ typedef struct problem {
     int64_t docs[16];                  /* room for mask.doc_first */
     int32_t *lo, *hi;                  /* room for mask.lo, mask.hi */
     float scale, softcap;
-    float alibi[64], sinks[64];
+    float alibi[64], sinks[64], factors[64];
     int32_t bias_b, bias_h, bias_r, bias_k; /* 1: bias differs by sequence, head, row, key */
     int64_t bias_keys;
     uint32_t bias_seed;
@@ -122,6 +122,7 @@ static inline void problem_data(problem *p, h_rng *r) {
     for (int i = 0; i < p->Hq; i++) {
         p->sinks[i] = h_normal(r);
         p->alibi[i] = (float)pow(2.0, -8.0 * (i + 1) / p->Hq);
+        p->factors[i] = (float)pow(2.0, 1 - i % 5) * 0.75f;
     }
     p->bias_seed = h_next(r);
     if (p->bias_seed % 3 == 0) p->alibi[0] = 0;    /* a head without a slope among others */
@@ -218,6 +219,7 @@ static inline void problem_options(problem *p, h_rng *r, int options) {
         p->bias_b = (p->B > 1 && p->bias_r) || h_one_in(r, 2);
         p->bias_k = !h_one_in(r, 4);
         p->bias_keys = h_range(r, 1, span + 10);
+        if (p->bias_keys % 3 == 0) p->scores |= RA_SCORE_FACTORS;
     }
 }
 
@@ -599,6 +601,7 @@ static inline void describe_case(const problem *p, const setup *s) {
     if (p->scores & RA_SCORE_BIAS)
         h_more(" bias %d%d%d%d keys %lld", p->bias_b, p->bias_h, p->bias_r, p->bias_k,
                (long long)p->bias_keys);
+    if (p->scores & RA_SCORE_FACTORS) h_more(" factors");
     h_more(" | %s%s P %d chunk %d buffers %d%s %s strides %s", kinds[s->layout],
            s->weighted ? " weighted" : "", s->ranks, s->chunk_tokens, s->buffers,
            s->order ? " rounds" : "", s->any_isa ? "mixed" : ra_isa_name(s->isa),
@@ -901,6 +904,7 @@ static inline void part_tensors(rank_part *e) {
     if (p->scores & RA_SCORE_ALIBI) e->t.alibi = p->alibi;
     if (p->scores & RA_SCORE_SINKS) e->t.sinks = p->sinks;
     if (p->scores & RA_SCORE_BIAS) part_bias(e);
+    if (p->scores & RA_SCORE_FACTORS) e->t.bias_factors = p->factors;
     e->hash = part_hash(e);
 }
 

@@ -122,6 +122,7 @@ static inline void small_data(small *s) {
     for (int i = 0; i < p->Hq; i++) {
         p->alibi[i] = 0.1f * small_float();
         p->sinks[i] = 3.0f * small_float();
+        p->factors[i] = 0.75f * (float)(1 + i % 3);
     }
     p->bias_seed = small_rand(1u << 30);
 }

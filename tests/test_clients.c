@@ -619,7 +619,8 @@ static double kernel_score(const ra_block *b, int64_t r, int n, int64_t j) {
         const uint8_t *at = (const uint8_t *)x->data + b->sequence * x->batch_step +
                             n * x->head_step + (b->q_row + r) * x->row_step +
                             b->k_pos[j] * x->key_step;
-        s += (double)dtype_load(at, RA_F32);
+        s += (double)dtype_load(at, RA_F32) *
+             (b->tensors->bias_factors ? (double)b->tensors->bias_factors[n] : 1);
     }
     return s;
 }

@@ -229,6 +229,7 @@ static const row desc_rows[] = {
     { MLA, D(v_column), I32, -1, RA_E_RANGE, "-1 is not in 0..1024" },
     { MLA, D(v_column), I32, INT32_MAX, RA_E_RANGE, "2147483647 is not in 0..1024" },
     { ONE, D(scores), I32, 8, RA_E_ENUM, "RA_SCORE_SINKS, or 0; it was 8" },
+    { ONE, D(scores), I32, 16, RA_E_ENUM, "RA_SCORE_SINKS, or 0; it was 16" },
     { ONE, D(scores), I32, -1, RA_E_ENUM, "RA_SCORE_SINKS, or 0; it was -1" },
     { ONE, D(tokens), I64, 0, RA_E_UNSET, "1..2147483632" },
     { ONE, D(tokens), I64, -300, RA_E_RANGE, "-300 is not in 1..2147483632" },
@@ -1058,6 +1059,7 @@ static const row tensor_rows[] = {
     { ONE, X(sinks), PTR, 1, RA_E_SHAPE, "is set, but scores lacks RA_SCORE_SINKS" },
     { ONE, X_AS(bias.data, "t.bias"), PTR, 1, RA_E_SHAPE,
       "is set, but scores lacks RA_SCORE_BIAS" },
+    { ONE, X(bias_factors), PTR, 1, RA_E_SHAPE, "is set, but scores lacks RA_SCORE_FACTORS" },
     { FOUR, X_AS(q_pos.array, "t.q_pos"), PTR, 1, RA_E_POSITIONS,
       "must be {0}: it needs RA_LAYOUT_ARRAY, not RA_LAYOUT_CONTIGUOUS" },
     { FOUR, X_AS(k_pos.runs, "t.k_pos"), PTR, 1, RA_E_POSITIONS,
@@ -1109,7 +1111,10 @@ TEST(tensor_alignment) {
 }
 
 TEST(tensor_scores) {
+    static const float ones[8] = { 1, 1, 1, 1, 1, 1, 1, 1 };
     static const row rows_of[] = {
+        { ONE, X(bias_factors), PTR, 0, RA_E_NULL, "is null, but scores has RA_SCORE_FACTORS" },
+        { ONE, X(bias_factors), PTR, 1, RA_E_RANGE, "element 0 is not positive" },
         { ONE, X(alibi), PTR, 0, RA_E_NULL, "is null, but scores has RA_SCORE_ALIBI" },
         { ONE, X(sinks), PTR, 0, RA_E_NULL, "is null, but scores has RA_SCORE_SINKS" },
         { ONE, X_AS(bias.data, "t.bias"), PTR, 0, RA_E_NULL,
@@ -1133,7 +1138,7 @@ TEST(tensor_scores) {
     ra_ring *ring = NULL;
     scope = IN_TENSORS;
     base_desc(&d, ONE);
-    d.scores = RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS;
+    d.scores = RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS | RA_SCORE_FACTORS;
     CHECK_EQ(ra_plan_create(&ring_plan, &d, NULL), RA_OK);
     CHECK_EQ(ra_ring_create(&ring, ring_plan, NULL, NULL), RA_OK);
     for (size_t i = 0; i < sizeof rows_of / sizeof rows_of[0]; i++) {
@@ -1142,6 +1147,7 @@ TEST(tensor_scores) {
         base_tensors(&t, ONE);
         t.alibi = t.sinks = t.bias.data = (const float *)(void *)pool;
         t.bias.keys = 300;
+        t.bias_factors = ones;
         set_field(&t, r->at, r->kind, r->value);
         refuse_begin(ring, &t, r->status, r->field, r->words);
     }
@@ -1875,6 +1881,7 @@ static void random_tensors(ra_tensors *t, const ra_desc *d) {
     if ((d->scores & RA_SCORE_ALIBI) || small_chance(3)) t->alibi = (const float *)(void *)pool;
     if ((d->scores & RA_SCORE_SINKS) || small_chance(3)) t->sinks = (const float *)(void *)pool;
     if ((d->scores & RA_SCORE_BIAS) || small_chance(3)) t->bias.data = (const float *)(void *)pool;
+    if (d->scores & RA_SCORE_FACTORS) t->bias_factors = (const float *)(void *)pool;
     t->bias.keys = t->bias.data ? small_or_absurd(some_number(), 1000, INT64_MAX - 1) : 0;
     t->bias.key_step = small_chance(50) ? 4 : small_or_absurd(small_stride(), 400, INT64_MAX - 1);
     t->bias.row_step = small_stride();

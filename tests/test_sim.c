@@ -961,7 +961,7 @@ enum {
     DIFF_INTERVALS, DIFF_INTERVAL_COUNT, DIFF_TOKENS_OF, DIFF_CHUNK, DIFF_BUFFERS, DIFF_WEIGHTS,
     DIFF_COLUMN, DIFF_DOCUMENTS, DIFF_DOC_COUNT, DIFF_SEQUENCES, DIFF_KV_TOKENS, DIFF_Q_OFFSET,
     DIFF_CAUSAL, DIFF_CAUSAL_BLOCK, DIFF_PREFIX, DIFF_Q_RUNS, DIFF_KV_TOKENS_OF, DIFF_Q_DTYPE,
-    DIFF_Q_HEADS, DIFF_LAYOUT, DIFF_ALIBI, DIFF_SINK, DIFF_SEED, DIFF_ORDER, DIFF_ISA,
+    DIFF_Q_HEADS, DIFF_LAYOUT, DIFF_ALIBI, DIFF_SINK, DIFF_FACTORS, DIFF_SEED, DIFF_ORDER, DIFF_ISA,
     DIFF_THREADS, DIFFS
 };
 
@@ -972,7 +972,7 @@ static const char *const diff_text[DIFFS] = {
     ": scale", ": scale", ": scale", ": dtypes", ": mask", ": mask", ": mask", ": mask", ": mask",
     ": sizes", ": chunk_tokens", ": chunk_tokens", ": layout", ": sizes", ": mask", ": mask",
     ": sizes", ": sizes", ": sizes", ": mask", ": mask", ": mask", ": layout", ": sizes",
-    ": dtypes", ": sizes", ": layout", ": scale", ": scale", ": forward or backward",
+    ": dtypes", ": sizes", ": layout", ": scale", ": scale", ": scale", ": forward or backward",
     ": chunk_tokens", "", ""
 };
 
@@ -1015,7 +1015,8 @@ static void agree(small *s, int ranks, int diff) {
             s->s.q_run_count[r] = s->s.k_run_count[r] = 1;
         }
     }
-    p->scores = diff == DIFF_ALIBI ? RA_SCORE_ALIBI : diff == DIFF_SINK ? RA_SCORE_SINKS : 0;
+    p->scores = diff == DIFF_ALIBI ? RA_SCORE_ALIBI : diff == DIFF_SINK ? RA_SCORE_SINKS :
+                diff == DIFF_FACTORS ? RA_SCORE_BIAS | RA_SCORE_FACTORS : 0;
     small_data(s);
     if (diff == DIFF_SEED) small_train(s, 1);
     if (diff == DIFF_SEED) p->dropout = 0.25f;
@@ -1111,6 +1112,7 @@ static void one_difference(int64_t i) {
         part_make(&w->seat[odd].part, &x->p, &x->s, plan, odd);
         if (diff == DIFF_ALIBI) w->seat[odd].part.t.alibi = other;
         if (diff == DIFF_SINK) w->seat[odd].part.t.sinks = other;
+        if (diff == DIFF_FACTORS) w->seat[odd].part.t.bias_factors = other;
         if (diff == DIFF_SEED) w->seat[odd].part.t.seed++;
         for (int r = 0; r < ranks; r++) (void)make_ring(w, r);
         run_world(w);
