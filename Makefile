@@ -69,8 +69,8 @@ REPORT   := :
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check check-full conformance sim mutants spin netns rooms lint bench bench-peers \
-        clean all-programs
+.PHONY: help demo check check-full check-long ggml conformance sim mutants spin netns rooms lint \
+        bench bench-peers clean all-programs
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -166,6 +166,34 @@ $(LOG)/matrix.sum: $(B)/tests/ringattn.o ringattn.h $(wildcard tests/lang_*) tes
 
 check-full: ## all compilers, sanitizers, other machines; 20-60 minutes; STEPS="asan mpi" alone
 	@sh tests/check_full.sh $(STEPS)
+
+check-long: ## what takes hours: llama.cpp built and tested with the plugin; STEPS="ops" alone
+	@sh tests/check_long.sh $(STEPS)
+
+# The plugin for ggml. GGML: a folder with its headers, or with a llama.cpp; otherwise they come from
+# a source package.
+FETCHED  := build/ggml/headers
+GGML     ?= $(FETCHED)
+PLUGIN   := $(if $(filter release,$(config)),build,$(B))/libggml-ringattn.so
+GGML_INC  = $(foreach d,. include src ggml ggml/include ggml/src,-isystem $(GGML)/$d)
+SHARED    = $(CC) -std=c11 $(WARN) $(FLAGS_$(config)) $(CFLAGS) -fPIC -shared -fvisibility=hidden \
+            -pthread -I. $(GGML_INC) $(LDFLAGS)
+
+$(FETCHED)/ggml/ggml.h:
+	@echo 'fetching the headers of ggml'
+	@python3 examples/ggml/headers.py $(FETCHED)
+
+ggml: $(PLUGIN) ## build/libggml-ringattn.so, with which llama.cpp attends; GGML=its folder
+
+$(PLUGIN): examples/ggml/ggml_ringattn.c ringattn.h Makefile \
+           $(if $(filter $(FETCHED),$(GGML)),$(FETCHED)/ggml/ggml.h)
+	@mkdir -p $(@D)
+	@$(SHARED) $(if $(filter release,$(config)),-s) -o $@ $< -lm -ldl
+
+$(B)/tests/ggml/nodes.so: tests/ggml/nodes.c Makefile \
+           $(if $(filter $(FETCHED),$(GGML)),$(FETCHED)/ggml/ggml.h)
+	@mkdir -p $(@D)
+	@$(SHARED) -fvisibility=default -o $@ $< -lm
 
 # Needs libsodium: built only where its header is installed.
 SODIUM   := $(if $(wildcard /usr/include/sodium.h /usr/local/include/sodium.h),test_tcp_sealed)
