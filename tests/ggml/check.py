@@ -32,7 +32,7 @@ def verdict(good, what):
 
 
 def child(mode, *args, env=None):
-    """Runs a function of this file in a process. Returns its result, the nodes taken, and stderr."""
+    """Runs a function of this file in a process. Returns its result, nodes taken, and stderr."""
     e = dict(os.environ, GGML_BACKEND_PATH=os.path.abspath(plugin), RINGATTN_GGML=mode,
              RINGATTN_GGML_TRACE="1", **(env or {}))
     p = subprocess.run([sys.executable, __file__, "--child", json.dumps(args)], env=e,
