@@ -98,10 +98,6 @@ static H_FAST const float *v_row(const problem *p, int b, int64_t k, int head) {
     return p->v + ((b * p->k_max + k) * p->Hkv + head) * p->Dv;
 }
 
-static H_FAST double bias_factor(const problem *p, int head) {
-    return p->scores & RA_SCORE_FACTORS ? (double)p->factors[head] : 1;
-}
-
 /* The final score of a query and a key; *size gets the sum of the magnitudes that went into it. */
 static H_FAST double score_of(const problem *p, int b, int64_t i, int head, int64_t key,
                               double *size) {

@@ -59,6 +59,10 @@ typedef struct setup {
     int32_t one_array;                 /* ARRAY: 1: all sequences share the first one's cells */
 } setup;
 
+static H_FAST double bias_factor(const problem *p, int head) {
+    return p->scores & RA_SCORE_FACTORS ? (double)p->factors[head] : 1;
+}
+
 /* Bias is a hash of its coordinates, quarters from -4 to 4: nothing has to be stored. */
 static H_FAST float bias_value(const problem *p, int b, int head, int64_t row, int64_t key) {
     uint32_t x = p->bias_seed;

@@ -237,7 +237,8 @@ static inline double small_score(const problem *x, int b, int head, int64_t p, i
     s *= x->scale != 0.0f ? (double)x->scale : 1.0 / sqrt((double)x->Dk);
     if (cap > 0) s = cap * tanh(s / cap);
     if (x->scores & RA_SCORE_ALIBI) s -= (double)x->alibi[head] * fabs((double)(p - k));
-    if (x->scores & RA_SCORE_BIAS) s += (double)bias_value(x, b, head, p - x->q_offset, k);
+    if (x->scores & RA_SCORE_BIAS)
+        s += bias_factor(x, head) * (double)bias_value(x, b, head, p - x->q_offset, k);
     return s;
 }
 
