@@ -50,11 +50,16 @@ engine() {
     make -s ggml build/release/tests/ggml/nodes.so
 }
 
-# llama.cpp from its source package: what its test of operations and llama-bench need.
+# llama.cpp from a source package.
+source_of_engine() {
+    [ -d "$work/llama.cpp" ] || python3 examples/ggml/headers.py "$work" 0.3.36 all &&
+        "$work/python/bin/pip" install -q cmake ninja
+}
+
+# What its test of operations and llama-bench need.
 built() {
     [ -x "$work/llama/bin/test-backend-ops" ] && return
-    python3 examples/ggml/headers.py "$work" 0.3.36 all &&
-        "$work/python/bin/pip" install -q cmake ninja &&
+    source_of_engine &&
         PATH="$PWD/$work/python/bin:$PATH" sh -c "cmake -S $work/llama.cpp -B $work/llama -G Ninja \
             -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DLLAMA_OPENSSL=OFF &&
             ninja -C $work/llama test-backend-ops llama-bench" > "$work/built.log" 2>&1
@@ -132,14 +137,14 @@ run_asan() { sanitized asan "nodes cache threads"; }
 
 # The engine has the sanitizer too, which must see its barriers: two contexts at the same time.
 run_tsan() {
-    if engine && make -s ggml config=tsan && [ -d "$work/llama.cpp" ] || built &&
-        PATH="$PWD/$work/python/bin:$PATH" sh -c "cmake -S $work/llama.cpp/ggml -B $work/races \
+    if engine && make -s ggml config=tsan && source_of_engine &&
+        PATH="$PWD/$work/python/bin:$PATH" sh -c "cmake -S $work/llama.cpp -B $work/races \
             -G Ninja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_OPENMP=OFF \
-            -DGGML_SANITIZE_THREAD=ON -DGGML_BUILD_TESTS=OFF -DGGML_BUILD_EXAMPLES=OFF &&
+            -DGGML_SANITIZE_THREAD=ON -DLLAMA_OPENSSL=OFF &&
             ninja -C $work/races ggml" > "$work/races.log" 2>&1 &&
         gcc -std=c11 -O1 -g -fsanitize=thread -DNODES_PROGRAM -I"$work/llama.cpp/ggml/include" \
-            -o "$work/races/nodes" tests/ggml/nodes.c -L"$work/races/src" -lggml -lggml-base \
-            -Wl,-rpath,"$PWD/$work/races/src" -lm -pthread; then
+            -o "$work/races/nodes" tests/ggml/nodes.c -L"$work/races/bin" -lggml -lggml-base \
+            -Wl,-rpath,"$PWD/$work/races/bin" -lm -pthread; then
         step -x tsan env GGML_BACKEND_PATH="$PWD/build/tsan/libggml-ringattn.so" \
             setarch -R "$work/races/nodes"
     else

@@ -184,6 +184,14 @@ def step_off():
         result, taken, err = child(mode, "nodes_few", nodes)
         verdict(result == 0 and taken == 0 and says in err and err.count("ringattn:") == bool(says),
                 f"RINGATTN_GGML={mode}: not loaded" + (", one line says why" if says else ""))
+    result, taken, err = child("hook", "no_engine", plugin)
+    verdict(result == 0 and err.count("this engine has no ggml_") == 1,
+            "off: an object without an engine loads it: one line says why")
+
+
+def child_no_engine(path):
+    import ctypes
+    return ctypes.CDLL(os.path.abspath(path)).ggml_backend_score()
 
 
 def child_nodes_few(path):

@@ -102,15 +102,18 @@ class Engine:
 
     def perplexity(self, tokens, window, **how):
         """exp of the mean loss of the second half of each window, as llama-perplexity has it."""
-        loss, count = 0.0, 0
+        loss, count, half, step = 0.0, 0, window // 2, 256
         for at in range(0, len(tokens) - window + 1, window):
             c = self.context(n=window, **how)
             part = tokens[at:at + window]
-            x = self.feed(c, part, every=True)[window // 2:-1].astype(np.float64)
-            x -= x.max(axis=1, keepdims=True)
-            x -= np.log(np.exp(x).sum(axis=1, keepdims=True))
-            loss -= x[np.arange(len(x)), part[window // 2 + 1:]].sum()
-            count += len(x)
+            self.feed(c, part[:half])
+            for first in range(half, window, step):    # logits of large vocabularies take memory
+                x = self.feed(c, part[first:first + step], first, every=True)
+                next = part[first + 1:first + step + 1]
+                x = x[:len(next)] - x[:len(next)].max(axis=1, keepdims=True)
+                x -= np.log(np.exp(x).sum(axis=1, keepdims=True, dtype=np.float64))
+                loss -= x[np.arange(len(next)), next].sum(dtype=np.float64)
+                count += len(next)
             self.free(c)
         return float(np.exp(loss / count))
 
