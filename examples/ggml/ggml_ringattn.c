@@ -359,8 +359,9 @@ static ra_in view_of(const struct ggml_tensor *x) {
 struct bounds {
     const struct ggml_tensor *read;    /* the mask */
     const struct ggml_tensor *mask;    /* the same; null: not for other nodes */
-    int64_t rows, keys, sequences, room;
+    int64_t rows, keys, sequences;
     int32_t *of;                       /* lo, hi and positions of all rows */
+    size_t room;                       /* for so many numbers */
     int checked;                       /* no node from where it is read to this one writes to it */
     atomic_llong found;                /* rows that are intervals */
     atomic_int other;                  /* 1: a row is not */
@@ -672,10 +673,7 @@ static struct bounds *bounds_for(struct state *s, struct ggml_cgraph *g, int i,
         x->mask = NULL;                /* nodes before this one go on using it */
     }
     if (s->masks == MASKS) return NULL;
-    const size_t before = (size_t)x->room;
-    size_t room = before;
-    x->of = grow(x->of, &room, (size_t)all * 3, sizeof *x->of);
-    x->room = (int64_t)room;
+    x->of = grow(x->of, &x->room, (size_t)all * 3, sizeof *x->of);
     if (!x->of) return NULL;
     x->mask = x->read = m;
     x->rows = q->ne[1];
