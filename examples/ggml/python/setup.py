@@ -26,4 +26,8 @@ class Binary(Distribution):
         return True
 
 
-setup(cmdclass={"build_py": Build}, distclass=Binary)
+# What is made on the way goes to build/ of the repository.
+made = os.path.join(top, "build", "python")
+os.makedirs(made, exist_ok=True)
+setup(cmdclass={"build_py": Build}, distclass=Binary,
+      options={"egg_info": {"egg_base": made}, "build": {"build_base": made}})
