@@ -621,9 +621,9 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
  * Bias: the score that query head h of sequence b has in row `row` of this rank with the key at
  * position p is increased by the element at
  *     data + b * batch_step + h * head_step + row * row_step + p * key_step,
- * times t.bias_factors[h] if given (a key is hidden, see below, by the bias alone). It is indexed by
- * the key's POSITION, because keys come from other ranks. A step of 0 means the same bias for all:
- * with row_step 0 it is one per key, and with key_step 0 it does not change o unless there are
+ * times t.bias_factors[h] if given (what hides a key, see below, is the bias alone). It is indexed
+ * by the key's POSITION, because keys come from other ranks. A step of 0 means the same bias for
+ * all: with row_step 0 it is one per key, and with key_step 0 it does not change o unless there are
  * sinks. d.scores needs RA_SCORE_BIAS.
  *
  * A bias of -2.36e38 or less (-FLT_MAX and -inf too) hides the key from the row. So any mask may
