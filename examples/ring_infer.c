@@ -43,6 +43,7 @@ static const char usage[] =
     "  --temp X, --top-k N, --top-p X, --seed N   draw tokens (0: take the likeliest)\n"
     "  --logits FILE     writes the logits of every position as f32\n"
     "  --ids             prints the numbers of tokens instead of text\n"
+    "  --count-tokens    prints how many tokens the prompt has, with --ids which; no model is run\n"
     "  --shm             the ranks are processes that share memory, not threads\n"
     "  --at H:P,H:P,...  with --rank R: this process is rank R, and they meet over TCP\n"
     "Compiled with -DRING_INFER_MPI it runs under mpirun, one rank per process.\n";
@@ -54,6 +55,7 @@ typedef struct program {
     int ids, shm, mpi;
     int32_t rank;                      /* of this process, -1: all of them are here */
     infer_options o;
+    int count;                         /* 1: only the tokens of the prompt */
     gguf g;
     model m;
     tokenizer t;
@@ -165,6 +167,7 @@ static int arguments(program *p, int argc, char **argv) {
     p->o.threads = cores < 1024 ? cores : 1024;
     for (int i = 2; i < argc; i++) {
         if (!strcmp(argv[i], "--ids")) p->ids = 1;
+        else if (!strcmp(argv[i], "--count-tokens")) p->count = 1;
         else if (!strcmp(argv[i], "--shm")) p->shm = 1;
         else if (!option(p, argv[i], argv[i + 1])) return 0;
         else i++;
@@ -230,13 +233,45 @@ static void add_stop(program *p, int32_t id) {
     if (id >= 0 && p->o.stops < INFER_STOPS) p->o.stop[p->o.stops++] = id;
 }
 
-static int open_model(program *p) {
+static int open_file(const char *path, gguf *g, gguf_split *split) {
     char why[INFER_WHY];
     size_t bytes = 0;
-    const void *data = map(p->path, &bytes);
+    const void *data = map(path, &bytes);
     if (!data) return 0;
-    if (!gguf_open(&p->g, data, bytes, why)) return refuse(p->path, why);
-    if (!model_open(&p->m, &p->g, why)) return refuse(p->path, why);
+    if (!gguf_open(g, data, bytes, why)) return refuse(path, why);
+    return gguf_split_of(g, split, why) ? 1 : refuse(path, why);
+}
+
+/* Opens the model's file, and the others if it is the first of NAME-00001-of-00003.gguf. */
+static int open_files(program *p) {
+    char path[4096], why[INFER_WHY], end[32];
+    gguf_split all, one;
+    if (!open_file(p->path, &p->g, &all)) return 0;
+    if (all.count == 1) return 1;
+    snprintf(end, sizeof end, "-00001-of-%05lld.gguf", (long long)all.count);
+    const size_t n = strlen(p->path), tail = strlen(end);
+    if (all.number || n < tail || n >= sizeof path || strcmp(p->path + n - tail, end)) {
+        snprintf(why, sizeof why, "it is file %lld of %lld of a model; name the first one, which "
+                 "ends in %s", (long long)all.number + 1, (long long)all.count, end);
+        return refuse(p->path, why);
+    }
+    for (int64_t i = 1; i < all.count; i++) {
+        gguf more;
+        snprintf(path, sizeof path, "%.*s-%05lld-of-%05lld.gguf", (int)(n - tail), p->path,
+                 (long long)i + 1, (long long)all.count);
+        if (!open_file(path, &more, &one)) return 0;
+        if (one.number != i || one.count != all.count)
+            return refuse(path, "is of another split of a model");
+        if (!gguf_join(&p->g, &more, why)) return refuse(path, why);
+    }
+    if (p->g.tensor_count == all.tensors) return 1;
+    return refuse(p->path, "split.tensors.count is not the number of tensors in all files");
+}
+
+static int open_model(program *p) {
+    char why[INFER_WHY];
+    if (!open_files(p)) return 0;
+    if (!p->count && !model_open(&p->m, &p->g, why)) return refuse(p->path, why);
     if (p->tokens && p->ids) return read_ids(p);       /* needs no vocabulary */
     if (!tokenizer_open(&p->t, &p->g, why)) {
         fprintf(stderr, "ring_infer: %s: %s; --tokens with --ids needs none\n", p->path, why);
@@ -359,6 +394,13 @@ static void show_token(void *user, int32_t id) {
     fflush(stdout);
 }
 
+/* With --count-tokens. Returns the exit status. */
+static int show_prompt(const program *p) {
+    for (int64_t i = 0; p->ids && i < p->in.count; i++) printf("%ld\n", (long)p->in.data[i]);
+    if (!p->ids) printf("%lld\n", (long long)p->in.count);
+    return fflush(stdout) != 0;
+}
+
 static int write_logits(const program *p, const infer_result *r) {
     FILE *f = fopen(p->logits, "wb");
     const size_t n = (size_t)(r->cached * p->m.vocabulary);
@@ -385,6 +427,7 @@ static int run(program *p, int argc, char **argv) {
         return argc >= 2;
     }
     if (!arguments(p, argc, argv) || !open_model(p)) return 1;
+    if (p->count) return show_prompt(p);
     if (p->rank < 1) {                 /* the others compute and say nothing */
         p->o.progress = show_progress;
         p->o.token = show_token;

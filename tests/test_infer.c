@@ -876,7 +876,7 @@ TEST(sentences) {
         { { "llama", RA_F32, 0, 0, 0, 0, "llama.rope.dimension_count", "4.5", NULL, NULL, 0, 0, 0 },
           "llama.rope.dimension_count is 4.5, not a whole number" },
         { { "llama", RA_F32, 0, 0, 0, 0, "general.alignment", "8", NULL, NULL, 0, 0, 0 },
-          "general.alignment is 0" },
+          "general.alignment is no u32" },
         { { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, "blk.0.ffn_gate_inp.weight", NULL, 0, 0, 0 },
           "of a kind that this engine does not know" },
         { { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, NULL, "blk.1.ffn_up.weight", 0, 0, 0 },
@@ -916,6 +916,34 @@ TEST(tokens_of_a_text) {
     close_shape(&x);
 }
 
+/* Blocks of pseudo-random bytes become the floats that the gguf package makes of them: their FNV-1a
+ * hashes. A NaN counts as 0x7FC00000. */
+TEST(quantised_blocks) {
+    static const struct { uint32_t type, hash; } all[] = {
+        { QUANT_Q4_0, 0x192FD31Cu }, { QUANT_Q4_1, 0x9A17CCF3u }, { QUANT_Q5_0, 0xA762DBBCu },
+        { QUANT_Q5_1, 0x768CE977u }, { QUANT_Q2_K, 0x5D8459ACu }, { QUANT_Q3_K, 0x40104565u },
+        { QUANT_Q4_K, 0x7FC84B31u }, { QUANT_Q5_K, 0xAA79D489u }, { QUANT_Q6_K, 0x2651494Fu },
+        { QUANT_IQ4_NL, 0xEFA334DAu }, { QUANT_IQ4_XS, 0x79545510u }, { QUANT_MXFP4, 0x3D602919u } };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        uint8_t raw[8 * 256];
+        float wide[8 * 256];
+        const quant_size size = quant_block(all[i].type);
+        uint32_t x = 7, hash = 2166136261u, bits;
+        for (int k = 0; k < 8 * size.bytes; k++) {
+            x = x * 1664525u + 1013904223u;
+            raw[k] = (uint8_t)(x >> 24);
+        }
+        gguf_widen(GGUF_QUANT + (int32_t)all[i].type, raw, 8 * size.elements, wide);
+        for (int k = 0; k < 8 * size.elements; k++) {
+            memcpy(&bits, &wide[k], 4);
+            if (isnan(wide[k])) bits = 0x7FC00000u;
+            for (int b = 0; b < 32; b += 8) hash = (hash ^ (bits >> b & 255)) * 16777619u;
+        }
+        h_context("type %u", all[i].type);
+        CHECK_EQ(hash, all[i].hash);
+    }
+}
+
 int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(ranks_and_chunks), ENTRY(ranks_apart), ENTRY(guesses),
@@ -925,6 +953,7 @@ int main(int argc, char **argv) {
         ENTRY(ranks_in_shared_memory),
 #endif
         ENTRY(truncated_at_every_byte),
-        ENTRY(damaged_at_every_byte), ENTRY(sentences), ENTRY(tokens_of_a_text) };
+        ENTRY(damaged_at_every_byte), ENTRY(sentences), ENTRY(tokens_of_a_text),
+        ENTRY(quantised_blocks) };
     return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

@@ -334,8 +334,8 @@ static inline void infer_embed(infer_rank *r, const int32_t *tokens) {
     const matrix *w = &r->e->m->embedding;
     const size_t bytes = (size_t)gguf_row_bytes(w->dtype, w->columns);
     for (int64_t i = 0; i < r->owned; i++)
-        (void)ra_convert(r->x + i * w->columns, RA_F32,
-                         w->data + (size_t)tokens[r->own[i]] * bytes, w->dtype, w->columns);
+        gguf_widen(w->dtype, w->data + (size_t)tokens[r->own[i]] * bytes, w->columns,
+                   r->x + i * w->columns);
 }
 
 /* Computes logits and next tokens of the rows of x from `from` on. New token i is at position

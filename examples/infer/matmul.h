@@ -1,4 +1,4 @@
-/* y = W x for rows of x, with W in f32, f16, bf16 or q8_0 as the file stores it, on a pool of
+/* y = W x for rows of x, with W as the file stores it, on a pool of
  * threads that all ranks of the process share. Sums are f32, and an element of y has the same bits
  * whatever other rows are in the call: every tile below sums in one order. The kernel is one body
  * in vectors of the compiler, included once for each instruction set. */
@@ -204,6 +204,7 @@ static inline MATMUL_TARGET void MATMUL_NAME(matmul_widen)(const uint8_t *from, 
                                                            int64_t n, float *to) {
     const uint16_t *half = (const uint16_t *)(const void *)from;
     int64_t i, j;
+    if (dtype >= GGUF_QUANT) quant_widen((uint32_t)(dtype - GGUF_QUANT), from, n, to);
     if (dtype == RA_BF16)
         for (i = 0; i < n; i++) to[i] = matmul_of_bits((uint32_t)half[i] << 16);
     if (dtype == RA_F16)

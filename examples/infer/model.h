@@ -26,6 +26,7 @@ typedef struct model {
     matrix embedding, output;          /* [vocabulary][hidden]; the same where tied */
     const float *output_norm;
     model_layer *layer;
+    float *vectors;                    /* what the pointers to vectors point to */
     char name[32];                     /* the architecture */
 } model;
 
@@ -35,6 +36,7 @@ typedef struct model_reader {
     const gguf *g;
     model *m;
     int64_t used;                      /* tensors */
+    int64_t taken;                     /* floats of m->vectors */
     char *why;
 } model_reader;
 
@@ -69,16 +71,7 @@ static inline int model_integer(const model_reader *r, const char *key, int64_t 
 }
 
 /* -------------------------------------------------------------------------- tensors */
-static inline int model_refuse(const model_reader *r, const gguf_tensor *t, int64_t columns,
-                               int64_t rows) {
-    char name[64];
-    return gguf_refuse(r->why, "the tensor '%s' is %lld x %lld; the model needs %lld x %lld",
-                       gguf_show(t->name, name, sizeof name), (long long)t->size[0],
-                       (long long)(t->dims > 1 ? t->size[1] : 1), (long long)columns,
-                       (long long)rows);
-}
-
-/* A tensor of a layer, or with layer -1 of none; null: it is missing. */
+/* A tensor of a layer, or with layer -1 of none; null: it is missing or not readable. */
 static inline const gguf_tensor *model_tensor(model_reader *r, int32_t layer, const char *what,
                                               int required) {
     char name[128];
@@ -91,12 +84,27 @@ static inline const gguf_tensor *model_tensor(model_reader *r, int32_t layer, co
     return t;
 }
 
+/* A tensor that does not have these sizes is refused; sizes of 1 may follow. */
+static inline int model_is(const model_reader *r, const gguf_tensor *t, int64_t columns,
+                           int64_t rows) {
+    char name[64];
+    gguf_show(t->name, name, sizeof name);
+    if (t->dtype == RA_DTYPE_UNSET)
+        return gguf_refuse(r->why, "the tensor '%s' is in %s (%lu), which this engine does not "
+                           "read", name, gguf_type_name(t->type), (unsigned long)t->type);
+    if (t->size[0] == columns && gguf_elements(t) == (uint64_t)columns * (uint64_t)rows &&
+        (t->dims < 2 || t->size[1] == rows))
+        return 1;
+    return gguf_refuse(r->why, "the tensor '%s' has %ld dims and begins with %lld x %lld; the "
+                       "model needs %lld x %lld", name, (long)t->dims, (long long)t->size[0],
+                       (long long)(t->dims > 1 ? t->size[1] : 1), (long long)columns,
+                       (long long)rows);
+}
+
 static inline int model_matrix(model_reader *r, int32_t layer, const char *what, int64_t columns,
                                int64_t rows, matrix *out) {
     const gguf_tensor *t = model_tensor(r, layer, what, 1);
-    if (!t) return 0;
-    if (t->dims != 2 || t->size[0] != columns || t->size[1] != rows)
-        return model_refuse(r, t, columns, rows);
+    if (!t || !model_is(r, t, columns, rows)) return 0;
     out->data = t->data;
     out->columns = columns;
     out->rows = rows;
@@ -104,18 +112,29 @@ static inline int model_matrix(model_reader *r, int32_t layer, const char *what,
     return 1;
 }
 
-/* *out is null if a tensor that is not required is missing. */
+/* A vector in f32. *out is null if a tensor that is not required is missing. */
 static inline int model_vector(model_reader *r, int32_t layer, const char *what, int64_t n,
                                int required, const float **out) {
     const gguf_tensor *t = model_tensor(r, layer, what, required);
     *out = NULL;
     if (!t) return !required;
-    if (t->dims != 1 || t->size[0] != n) return model_refuse(r, t, n, 1);
-    if (t->dtype != RA_F32)
-        return gguf_refuse(r->why, "the tensor '%s' of layer %ld is not in f32, as all vectors are",
-                           what, (long)layer);
-    *out = (const float *)(const void *)t->data;
+    if (!model_is(r, t, n, 1)) return 0;
+    gguf_widen(t->dtype, t->data, n, r->m->vectors + r->taken);
+    *out = r->m->vectors + r->taken;
+    r->taken += n;
     return 1;
+}
+
+/* Memory for all vectors of the file. */
+static inline int model_vector_room(model_reader *r) {
+    uint64_t n = 1;
+    for (int64_t i = 0; i < r->g->tensor_count; i++) {
+        const gguf_tensor *t = &r->g->tensors[i];
+        if (gguf_elements(t) == (uint64_t)t->size[0]) n += (uint64_t)t->size[0];
+    }
+    r->m->vectors = (float *)malloc((size_t)n * sizeof *r->m->vectors);
+    return r->m->vectors ? 1 : gguf_refuse(r->why, "no memory for %llu floats of vectors",
+                                           (unsigned long long)n);
 }
 
 static inline int model_read_layer(model_reader *r, int32_t i) {
@@ -142,7 +161,11 @@ static inline int model_read_layer(model_reader *r, int32_t i) {
 static inline int model_read_tensors(model_reader *r) {
     model *m = r->m;
     const gguf_tensor *e = gguf_find_tensor(r->g, "token_embd.weight");
-    m->vocabulary = e && e->dims == 2 ? e->size[1] : 0;
+    if (!r->g->tensor_count)
+        return gguf_refuse(r->why, "the file has a vocabulary and no tensors; only --count-tokens "
+                           "is possible");
+    m->vocabulary = e && e->dims >= 2 ? e->size[1] : 0;
+    if (!model_vector_room(r)) return 0;
     if (!model_matrix(r, -1, "token_embd.weight", m->hidden, m->vocabulary, &m->embedding) ||
         !model_vector(r, -1, "output_norm.weight", m->hidden, 1, &m->output_norm) ||
         !model_vector(r, -1, "rope_freqs.weight", m->rope_dims / 2, 0, &m->rope_factors))
@@ -220,6 +243,7 @@ static inline int model_read_values(model_reader *r) {
 
 static inline void model_close(model *m) {
     free(m->layer);
+    free(m->vectors);
     memset(m, 0, sizeof *m);
 }
 
@@ -233,7 +257,7 @@ static inline int model_open(model *m, const gguf *g, char why[INFER_WHY]) {
     memset(m, 0, sizeof *m);
     r.g = g;
     r.m = m;
-    r.used = 0;
+    r.used = r.taken = 0;
     r.why = why;
     gguf_show(text, m->name, sizeof m->name);
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
