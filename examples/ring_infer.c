@@ -272,6 +272,9 @@ static int open_model(program *p) {
     char why[INFER_WHY];
     if (!open_files(p)) return 0;
     if (!p->count && !model_open(&p->m, &p->g, why)) return refuse(p->path, why);
+    if (p->m.unknown[0] && p->rank < 1)
+        fprintf(stderr, "ring_infer: %s: keys that this engine does not know: %s\n", p->path,
+                p->m.unknown);
     if (p->tokens && p->ids) return read_ids(p);       /* needs no vocabulary */
     if (!tokenizer_open(&p->t, &p->g, why)) {
         fprintf(stderr, "ring_infer: %s: %s; --tokens with --ids needs none\n", p->path, why);

@@ -869,8 +869,8 @@ TEST(sentences) {
     static const struct { shape s; const char *says; } cases[] = {
         { { "gpt2", RA_F32, 0, 0, 0, 0, NULL, NULL, NULL, NULL, 0, 0, 0 },
           "general.architecture is 'gpt2'" },
-        { { "llama", RA_F32, 0, 0, 0, 0, "llama.rope.scaling.type", "yarn", NULL, NULL, 0, 0, 0 },
-          "llama.rope.scaling.type is 'yarn'" },
+        { { "llama", RA_F32, 0, 0, 0, 0, "llama.rope.scaling.type", "dynamic", NULL, NULL, 0, 0, 0 },
+          "llama.rope.scaling.type is 'dynamic'" },
         { { "llama", RA_F32, 0, 0, 0, 0, "llama.attention.key_length", "8", NULL, NULL, 0, 0, 0 },
           "llama.attention.key_length is no single number" },
         { { "llama", RA_F32, 0, 0, 0, 0, "llama.rope.dimension_count", "4.5", NULL, NULL, 0, 0, 0 },

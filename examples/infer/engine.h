@@ -69,13 +69,15 @@ typedef struct infer_rank {
     infer_engine *e;
     int32_t rank;
     const ra_transport *net;           /* null: one rank */
-    ra_cache *cache[INFER_CACHES];     /* two forms of calls over the same memory */
+    ra_cache *cache[2][INFER_CACHES];  /* of layers that see all and of those with a window: two
+                                        * forms of calls over the same memory */
     ra_tensors t;
     uint8_t *memory;                   /* K and V of all layers */
     size_t k_bytes, row_bytes;         /* of K of a layer; of a row of K or V */
     float *floats;                     /* what follows is in it */
     float *x, *y, *q, *k, *v, *o, *gate, *up;  /* [chunk][...] */
-    float *turn;                       /* [chunk][rope_dims / 2][2] cosine and sine */
+    float *turn[2];                    /* [chunk][rope_dims / 2][2] cosine and sine, as
+                                        * model.rope */
     float *scratch;                    /* of matmul_run */
     float *logits;                     /* [INFER_HEAD_ROWS][vocabulary] */
     int64_t *own;                      /* [chunk] which of the new tokens are this rank's */
@@ -83,6 +85,7 @@ typedef struct infer_rank {
     int32_t *next, *heard;             /* [chunk] the token after each new one; -1: not known yet */
     struct infer_choice *choice;       /* [vocabulary] for sampling */
     int32_t *tokens;                   /* [context + 1] */
+    int32_t some;                      /* which of the pairs of caches surely is there */
     int32_t decoding;                  /* which of the caches the calls go through */
     ra_transport_op *hop;              /* [2] of infer_hop: a receive, a send */
     int32_t unsafe;                    /* 1: the transport may still use hop, next and heard */
@@ -214,11 +217,11 @@ static inline void infer_norm(float *y, const float *x, const float *weight, int
 }
 
 /* Turns the heads of this rank's rows by their positions. */
-static inline void infer_rope(const infer_rank *r, float *rows, int32_t heads) {
+static inline void infer_rope(const infer_rank *r, int windowed, float *rows, int32_t heads) {
     const model *m = r->e->m;
     const int32_t half = m->rope_dims / 2, apart = m->rope_halves ? half : 1;
     for (int64_t i = 0; i < r->owned * heads; i++) {
-        const float *turn = r->turn + i / heads * m->rope_dims;
+        const float *turn = r->turn[windowed] + i / heads * m->rope_dims;
         float *x = rows + i * m->dim;
         for (int32_t p = 0; p < half; p++) {
             float *a = x + (m->rope_halves ? p : 2 * p), *b = a + apart;
@@ -229,18 +232,15 @@ static inline void infer_rope(const infer_rank *r, float *rows, int32_t heads) {
     }
 }
 
-/* Angles are rounded to f32, frequency and product, as in the libraries that models come from. */
-static inline void infer_turns(const infer_rank *r, int64_t first) {
+/* Angles are rounded to f32, as in the libraries that models come from. */
+static inline void infer_turns(const infer_rank *r, int windowed, int64_t first) {
     const model *m = r->e->m;
     for (int32_t p = 0; p < m->rope_dims / 2; p++) {
-        float frequency = (float)(1 / pow(m->rope_base, 2.0 * p / m->rope_dims));
-        frequency /= (float)m->rope_scale;
-        if (m->rope_factors) frequency /= m->rope_factors[p];
         for (int64_t i = 0; i < r->owned; i++) {
-            float *turn = r->turn + i * m->rope_dims + 2 * p;
-            const float angle = (float)(first + r->own[i]) * frequency;
-            turn[0] = (float)cos((double)angle);
-            turn[1] = (float)sin((double)angle);
+            float *turn = r->turn[windowed] + i * m->rope_dims + 2 * p;
+            const float angle = (float)(first + r->own[i]) * m->rope[windowed][p];
+            turn[0] = (float)(cos((double)angle) * m->rope_magnitude);
+            turn[1] = (float)(sin((double)angle) * m->rope_magnitude);
         }
     }
 }
@@ -286,7 +286,7 @@ static inline ra_status infer_call_run(infer_rank *r, ra_cache *cache, int64_t f
  * the last layer only tokens whose logits are needed have queries. */
 static inline ra_status infer_attend(infer_rank *r, int32_t layer, int64_t first, int64_t count) {
     const model *m = r->e->m;
-    ra_cache *cache = r->cache[r->decoding];
+    ra_cache *cache = r->cache[model_windowed(m, layer)][r->decoding];
     const int64_t row = (int64_t)m->kv_heads * m->dim;
     const int64_t skip = layer + 1 < m->layers ? 0 : r->want;
     int64_t skipped = 0;
@@ -302,10 +302,24 @@ static inline ra_status infer_attend(infer_rank *r, int32_t layer, int64_t first
     return s == RA_OK ? s : infer_fail(r->e, s, ra_cache_error(cache)->text);
 }
 
+static inline float infer_silu(float x) { return x / (1 + expf(-x)); }
+
+static inline float infer_gelu(float x) {
+    return 0.5f * x * (1 + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+}
+
+/* Adds y to x, after a norm if the model has one there. */
+static inline void infer_add(const infer_rank *r, const float *norm) {
+    const model *m = r->e->m;
+    if (norm) infer_norm(r->y, r->y, norm, r->owned, m->hidden, m->epsilon);
+    for (int64_t i = 0; i < r->owned * m->hidden; i++) r->x[i] += r->y[i];
+}
+
 static inline ra_status infer_layer(infer_rank *r, int32_t layer, int64_t first, int64_t count) {
     const model *m = r->e->m;
     const model_layer *l = &m->layer[layer];
     const int64_t n = r->owned;
+    const int windowed = model_windowed(m, layer);
     ra_status s;
     infer_norm(r->y, r->x, l->attention_norm, n, m->hidden, m->epsilon);
     infer_product(r, &l->q, l->q_bias, r->y, r->q);
@@ -313,19 +327,19 @@ static inline ra_status infer_layer(infer_rank *r, int32_t layer, int64_t first,
     infer_product(r, &l->v, l->v_bias, r->y, r->v);
     if (l->q_norm) infer_norm(r->q, r->q, l->q_norm, n * m->heads, m->dim, m->epsilon);
     if (l->k_norm) infer_norm(r->k, r->k, l->k_norm, n * m->kv_heads, m->dim, m->epsilon);
-    infer_rope(r, r->q, m->heads);
-    infer_rope(r, r->k, m->kv_heads);
+    infer_rope(r, windowed, r->q, m->heads);
+    infer_rope(r, windowed, r->k, m->kv_heads);
     s = infer_attend(r, layer, first, count);
     if (s != RA_OK) return s;
     infer_product(r, &l->o, l->o_bias, r->o, r->y);
-    for (int64_t i = 0; i < n * m->hidden; i++) r->x[i] += r->y[i];
+    infer_add(r, l->attention_after);
     infer_norm(r->y, r->x, l->feed_norm, n, m->hidden, m->epsilon);
     infer_product(r, &l->gate, NULL, r->y, r->gate);
     infer_product(r, &l->up, NULL, r->y, r->up);
     for (int64_t i = 0; i < n * m->feed; i++)
-        r->gate[i] = r->gate[i] / (1 + expf(-r->gate[i])) * r->up[i];
+        r->gate[i] = (m->gelu ? infer_gelu(r->gate[i]) : infer_silu(r->gate[i])) * r->up[i];
     infer_product(r, &l->down, NULL, r->gate, r->y);
-    for (int64_t i = 0; i < n * m->hidden; i++) r->x[i] += r->y[i];
+    infer_add(r, l->feed_after);
     return RA_OK;
 }
 
@@ -336,6 +350,7 @@ static inline void infer_embed(infer_rank *r, const int32_t *tokens) {
     for (int64_t i = 0; i < r->owned; i++)
         gguf_widen(w->dtype, w->data + (size_t)tokens[r->own[i]] * bytes, w->columns,
                    r->x + i * w->columns);
+    for (int64_t i = 0; i < r->owned * w->columns; i++) r->x[i] *= r->e->m->embedding_scale;
 }
 
 /* Computes logits and next tokens of the rows of x from `from` on. New token i is at position
@@ -349,7 +364,9 @@ static inline void infer_head(infer_rank *r, int64_t from, int64_t first) {
         matmul_run(&r->e->workers, &m->output, r->y + at * m->hidden, r->logits, n, r->scratch);
         for (int64_t i = 0; i < n; i++) {
             const int64_t token = r->own[at + i];
-            const float *row = r->logits + i * m->vocabulary;
+            float *row = r->logits + i * m->vocabulary;
+            for (int64_t k = 0; k < m->vocabulary && m->logit_softcap > 0; k++)
+                row[k] = m->logit_softcap * tanhf(row[k] / m->logit_softcap);
             r->next[token] = infer_sample(&e->o, row, m->vocabulary, first + token, r->choice);
             if (e->result->logits)
                 memcpy(e->result->logits + (first + token) * m->vocabulary, row,
@@ -368,12 +385,13 @@ static inline ra_status infer_forward(infer_rank *r, int64_t first, int64_t coun
     r->want = want;
     for (int64_t i = 0; i < count; i++) {
         r->next[i] = -1;
-        if (ra_cache_owner(r->cache[INFER_PROMPT], first + i) != r->rank) continue;
+        if (ra_cache_owner(r->cache[r->some][INFER_PROMPT], first + i) != r->rank) continue;
         if (i < want) from = r->owned + 1;
         r->own[r->owned++] = i;
     }
     infer_embed(r, r->tokens + first);
-    infer_turns(r, first);
+    for (int i = 0; i < 2; i++)
+        if (r->cache[i][INFER_PROMPT]) infer_turns(r, i, first);
     for (int32_t i = 0; i < e->m->layers && s == RA_OK; i++) s = infer_layer(r, i, first, count);
     if (s != RA_OK) return s;
     if (from < r->owned) infer_head(r, from, first);
@@ -477,8 +495,8 @@ static inline ra_status infer_text(infer_rank *r) {
 /* -------------------------------------------------------------------------- memory of a rank */
 static inline void infer_close_rank(infer_rank *r) {
     int unsafe = 0;
-    for (int i = 0; i < INFER_CACHES; i++)
-        unsafe |= ra_cache_destroy(r->cache[i]) == RA_E_UNSAFE;
+    for (int i = 0; i < 2 * INFER_CACHES; i++)
+        unsafe |= ra_cache_destroy(r->cache[i / INFER_CACHES][i % INFER_CACHES]) == RA_E_UNSAFE;
     if (!unsafe) {                     /* otherwise other ranks may still read it */
         free(r->memory);
         free(r->floats);
@@ -501,7 +519,7 @@ static inline size_t infer_floats(infer_rank *r, int64_t columns) {
         { &r->x, chunk * m->hidden }, { &r->y, chunk * m->hidden }, { &r->q, chunk * q },
         { &r->o, chunk * q }, { &r->k, chunk * kv }, { &r->v, chunk * kv },
         { &r->gate, chunk * m->feed }, { &r->up, chunk * m->feed },
-        { &r->turn, chunk * m->rope_dims }, { &r->scratch, (int64_t)matmul_scratch(columns) },
+        { &r->turn[0], chunk * m->rope_dims }, { &r->turn[1], chunk * m->rope_dims }, { &r->scratch, (int64_t)matmul_scratch(columns) },
         { &r->logits, INFER_HEAD_ROWS * m->vocabulary } };
     size_t all = 0;
     for (size_t i = 0; i < sizeof part / sizeof part[0]; all += (size_t)part[i++].count)
@@ -511,7 +529,7 @@ static inline size_t infer_floats(infer_rank *r, int64_t columns) {
 
 /* Two caches over the same memory. That of the prompt takes the fastest form. That of decoding
  * gives the same bits for any number of tokens per call, so guesses never change the text. */
-static inline ra_status infer_open_cache(infer_rank *r) {
+static inline ra_status infer_open_caches(infer_rank *r, int windowed) {
     infer_engine *e = r->e;
     const model *m = e->m;
     ra_error why;
@@ -522,7 +540,9 @@ static inline ra_status infer_open_cache(infer_rank *r) {
     memset(&why, 0, sizeof why);
     d.k_dtype = d.v_dtype = e->o.cache_dtype;
     d.kv_tokens = e->o.context;
-    d.mask.window = m->window < e->o.context ? m->window : 0;
+    d.mask.window = windowed && m->window < e->o.context ? m->window : 0;
+    d.scale = m->scale;
+    d.softcap = m->softcap;
     d.ranks = e->o.ranks;
     d.rank = r->rank;
     d.threads = e->attend_threads;
@@ -531,16 +551,28 @@ static inline ra_status infer_open_cache(infer_rank *r) {
     for (int i = 0; i < INFER_CACHES && s == RA_OK; i++) {
         d.tokens = i == INFER_PROMPT ? e->o.chunk : e->o.speculate;
         d.form = i == INFER_DECODE && m->heads / m->kv_heads <= 16 ? RA_FORM_SAME : RA_FORM_AUTO;
-        s = ra_cache_create(&r->cache[i], &d, r->net, &cd);
+        s = ra_cache_create(&r->cache[windowed][i], &d, r->net, &cd);
     }
     if (s != RA_OK) {
         char text[INFER_WHY];
         snprintf(text, sizeof text, "the cache: %.30s: %.200s", why.field, why.text);
         return infer_fail(e, s, text);
     }
+    r->some = windowed;
     r->row_bytes = (size_t)gguf_row_bytes(d.k_dtype, m->dim) * (size_t)m->kv_heads;
-    r->k_bytes = r->row_bytes * (size_t)ra_cache_rows(r->cache[INFER_PROMPT]);
+    r->k_bytes = r->row_bytes * (size_t)ra_cache_rows(r->cache[windowed][INFER_PROMPT]);
     return RA_OK;
+}
+
+/* The caches of the kinds of layers that the model has. */
+static inline ra_status infer_open_cache(infer_rank *r) {
+    const model *m = r->e->m;
+    ra_status s = RA_OK;
+    int has[2] = { 0, 0 };
+    for (int32_t i = 0; i < m->layers; i++) has[model_windowed(m, i)] = 1;
+    for (int i = 0; i < 2 && s == RA_OK; i++)
+        if (has[i]) s = infer_open_caches(r, i);
+    return s;
 }
 
 static inline ra_status infer_open_rank(infer_rank *r) {

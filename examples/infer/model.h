@@ -1,6 +1,7 @@
-/* A model of the Llama family as a GGUF file has it: its shape, and where its matrices are. What
- * the engine cannot compute exactly is refused with a sentence, and so is every tensor that it does
- * not know. */
+/* A model of the Llama, Qwen or Gemma family as a GGUF file has it: its shape, and where its
+ * matrices are. What the engine cannot compute exactly is refused with a sentence, and so is every
+ * tensor that it does not know. Every key is used, harmless, or refused if it has an effect; those
+ * that are not listed are named in model.unknown. */
 #if !defined(INFER_MODEL_H)
 #define INFER_MODEL_H
 
@@ -11,6 +12,7 @@
 typedef struct model_layer {
     const float *attention_norm, *feed_norm;           /* [hidden] */
     const float *q_norm, *k_norm;                      /* [dim] or null */
+    const float *attention_after, *feed_after;         /* [hidden] or null: norms of what is added */
     const float *q_bias, *k_bias, *v_bias, *o_bias;    /* or null */
     matrix q, k, v, o, gate, up, down;
 } model_layer;
@@ -18,23 +20,43 @@ typedef struct model_layer {
 typedef struct model {
     int32_t layers, heads, kv_heads, dim;              /* dim: of a head, of keys and values */
     int64_t hidden, feed, vocabulary, context, window; /* window: latest positions seen; 0: all */
+    int32_t pattern;                   /* every pattern-th layer sees all; 0: all have the window */
     int32_t rope_dims;                 /* the first dims of a head, which are rotated in pairs */
     int32_t rope_halves;               /* 1: pairs of i and i + rope_dims / 2; 0: of i and i + 1 */
-    double rope_base, rope_scale;      /* positions are divided by rope_scale */
-    const float *rope_factors;         /* [rope_dims / 2] or null: frequencies are divided by it */
+    float *rope[2];                    /* [rope_dims / 2] radians per position, of layers that see
+                                        * all and of those with a window */
+    double rope_magnitude;             /* factor of what is rotated */
+    float scale, softcap;              /* of scores; 0: 1/sqrt(dim), none */
+    float logit_softcap;               /* 0: none */
+    float embedding_scale;
+    int32_t gelu;                      /* 1: GELU by tanh instead of SiLU */
     float epsilon;                     /* of RMSNorm */
     matrix embedding, output;          /* [vocabulary][hidden]; the same where tied */
     const float *output_norm;
     model_layer *layer;
     float *vectors;                    /* what the pointers to vectors point to */
     char name[32];                     /* the architecture */
+    char unknown[200];                 /* keys with commas between them */
 } model;
 
+/* 1: the layer sees only the window. */
+static inline int model_windowed(const model *m, int32_t layer) {
+    return m->window > 0 && (!m->pattern || (layer + 1) % m->pattern != 0);
+}
+
 enum { MODEL_REQUIRED = -1 };         /* a value without a default */
+
+enum { ROPE_NONE, ROPE_LINEAR, ROPE_YARN, ROPE_LONG };
+
+typedef struct model_rope {
+    int kind;
+    double base, window_base, factor, original, fast, slow;
+} model_rope;
 
 typedef struct model_reader {
     const gguf *g;
     model *m;
+    model_rope rope;
     int64_t used;                      /* tensors */
     int64_t taken;                     /* floats of m->vectors */
     char *why;
@@ -55,8 +77,8 @@ static inline int model_number(const model_reader *r, const char *key, double le
         return gguf_refuse(r->why, "%s.%s is no single number", r->m->name, key);
     if (v) *out = gguf_element(v, 0);
     if (*out >= least && *out <= most) return 1;
-    if (v) snprintf(r->why, INFER_WHY, "%s.%s is %g; %g to %g is possible", r->m->name, key, *out,
-                    least, most);
+    if (v) snprintf(r->why, INFER_WHY, "%s.%s is %.10g; %.10g to %.10g is possible", r->m->name,
+                    key, *out, least, most);
     else snprintf(r->why, INFER_WHY, "%s.%s is missing", r->m->name, key);
     return 0;
 }
@@ -67,7 +89,88 @@ static inline int model_integer(const model_reader *r, const char *key, int64_t 
     if (!model_number(r, key, 0, (double)most, otherwise, &x)) return 0;
     *out = (int64_t)x;
     if ((double)*out == x) return 1;
-    return gguf_refuse(r->why, "%s.%s is %g, not a whole number", r->m->name, key, x);
+    return gguf_refuse(r->why, "%s.%s is %.10g, not a whole number", r->m->name, key, x);
+}
+
+/* -------------------------------------------------------------------------- keys
+ * '+': used. '-': no effect on numbers or text. '=': refused unless it has the value beside it,
+ * which has no effect. A key that begins with a dot follows the architecture's name; one that ends
+ * in * is all that begin so. */
+static const struct { const char *key; char use; double without; } model_keys[] = {
+    { "general.architecture", '+', 0 }, { "general.alignment", '+', 0 },
+    { "general.name", '-', 0 }, { "general.basename", '-', 0 }, { "general.author", '-', 0 },
+    { "general.version", '-', 0 }, { "general.organization", '-', 0 },
+    { "general.finetune", '-', 0 }, { "general.description", '-', 0 },
+    { "general.quantized_by", '-', 0 }, { "general.size_label", '-', 0 },
+    { "general.license*", '-', 0 }, { "general.url", '-', 0 }, { "general.doi", '-', 0 },
+    { "general.uuid", '-', 0 }, { "general.repo_url", '-', 0 }, { "general.source.*", '-', 0 },
+    { "general.base_model.*", '-', 0 }, { "general.dataset*", '-', 0 },
+    { "general.tags", '-', 0 }, { "general.languages", '-', 0 }, { "general.file_type", '-', 0 },
+    { "general.quantization_version", '-', 0 }, { "general.sampling.*", '-', 0 },
+    { "split.*", '+', 0 }, { "tokenizer.*", '+', 0 }, { "quantize.imatrix.*", '-', 0 },
+    { ".vocab_size", '-', 0 }, { ".context_length", '+', 0 }, { ".embedding_length", '+', 0 },
+    { ".block_count", '+', 0 }, { ".feed_forward_length", '+', 0 },
+    { ".attention.head_count", '+', 0 }, { ".attention.head_count_kv", '+', 0 },
+    { ".attention.key_length", '+', 0 }, { ".attention.value_length", '+', 0 },
+    { ".attention.layer_norm_rms_epsilon", '+', 0 }, { ".attention.sliding_window", '+', 0 },
+    { ".attention.sliding_window_pattern", '+', 0 }, { ".attention.scale", '+', 0 },
+    { ".attn_logit_softcapping", '+', 0 }, { ".final_logit_softcapping", '+', 0 },
+    { ".rope.dimension_count", '+', 0 }, { ".rope.freq_base", '+', 0 },
+    { ".rope.freq_base_swa", '+', 0 }, { ".rope.scale_linear", '+', 0 },
+    { ".rope.scaling.type", '+', 0 }, { ".rope.scaling.factor", '+', 0 },
+    { ".rope.scaling.attn_factor", '+', 0 }, { ".rope.scaling.original_context_length", '+', 0 },
+    { ".rope.scaling.yarn_beta_fast", '+', 0 }, { ".rope.scaling.yarn_beta_slow", '+', 0 },
+    { ".rope.scaling.finetuned", '-', 0 }, { ".tensor_data_layout", '-', 0 },
+    { ".rope.scaling.alpha", '=', 0 }, { ".rope.scaling.yarn_log_multiplier", '=', 0 },
+    { ".rope.scaling.yarn_ext_factor", '=', 1 }, { ".rope.scaling.yarn_attn_factor", '=', 1 },
+    { ".rope.dimension_sections", '=', 0 }, { ".rope.dimension_count_swa", '=', 0 },
+    { ".attention.causal", '=', 1 }, { ".attention.max_alibi_bias", '=', 0 },
+    { ".attention.clamp_kqv", '=', 0 }, { ".attention.layer_norm_epsilon", '=', 0 },
+    { ".attention.group_norm*", '=', 0 }, { ".attention.output_scale", '=', 1 },
+    { ".attention.value_scale", '=', 1 }, { ".attention.temperature_length", '=', 0 },
+    { ".attention.temperature_scale", '=', 0 }, { ".attention.key_length_*", '=', 0 },
+    { ".attention.value_length_*", '=', 0 }, { ".attention.indexer.*", '=', 0 },
+    { ".attention.shared_kv_layers", '=', 0 }, { ".attention.*lora_rank*", '=', 0 },
+    { ".logit_scale", '=', 1 }, { ".residual_scale", '=', 1 }, { ".embedding_scale", '=', 1 },
+    { ".expert_count", '=', 0 }, { ".expert_used_count", '=', 0 },
+    { ".use_parallel_residual", '=', 0 }, { ".pooling_type", '=', 0 },
+    { ".nextn_predict_layers", '=', 0 }, { ".num_loops", '=', 1 } };
+
+/* 1: the key fits the pattern. A * stands for any characters. */
+static inline int model_key_fits(const char *pattern, const char *key, size_t n) {
+    for (; *pattern && *pattern != '*'; pattern++, key++, n--)
+        if (!n || *key != *pattern) return 0;
+    if (!*pattern) return n == 0;
+    for (size_t i = 0; i <= n; i++)
+        if (model_key_fits(pattern + 1, key + i, n - i)) return 1;
+    return 0;
+}
+
+static inline int model_check_key(const model_reader *r, const gguf_value *v) {
+    model *m = r->m;
+    const size_t arch = strlen(m->name), n = v->key.size, used = strlen(m->unknown);
+    const int own = n > arch && !memcmp(v->key.data, m->name, arch) && v->key.data[arch] == '.';
+    const size_t from = own ? arch : 0;
+    char name[64];
+    gguf_show(v->key, name, sizeof name);
+    for (size_t i = 0; i < sizeof model_keys / sizeof *model_keys; i++) {
+        const double without = model_keys[i].without;
+        if (!model_key_fits(model_keys[i].key, v->key.data + from, n - from)) continue;
+        if (model_keys[i].use != '=') return 1;
+        if (v->is_array || v->type == GGUF_STRING)
+            return gguf_refuse(r->why, "%s is set; this engine does not compute it", name);
+        if (gguf_element(v, 0) >= without && gguf_element(v, 0) <= without) return 1;
+        return gguf_refuse(r->why, "%s is %.10g; this engine computes only %.10g", name,
+                           gguf_element(v, 0), without);
+    }
+    snprintf(m->unknown + used, sizeof m->unknown - used, "%s%s", used ? ", " : "", name);
+    return 1;
+}
+
+static inline int model_check_keys(const model_reader *r) {
+    for (int64_t i = 0; i < r->g->value_count; i++)
+        if (!model_check_key(r, &r->g->values[i])) return 0;
+    return 1;
 }
 
 /* -------------------------------------------------------------------------- tensors */
@@ -143,6 +246,9 @@ static inline int model_read_layer(model_reader *r, int32_t i) {
     const int64_t q = (int64_t)m->heads * m->dim, kv = (int64_t)m->kv_heads * m->dim;
     return model_vector(r, i, "attn_norm.weight", m->hidden, 1, &l->attention_norm) &&
            model_vector(r, i, "ffn_norm.weight", m->hidden, 1, &l->feed_norm) &&
+           model_vector(r, i, "post_attention_norm.weight", m->hidden, m->gelu,
+                        &l->attention_after) &&
+           model_vector(r, i, "post_ffw_norm.weight", m->hidden, m->gelu, &l->feed_after) &&
            model_vector(r, i, "attn_q_norm.weight", m->dim, 0, &l->q_norm) &&
            model_vector(r, i, "attn_k_norm.weight", m->dim, 0, &l->k_norm) &&
            model_vector(r, i, "attn_q.bias", q, 0, &l->q_bias) &&
@@ -158,6 +264,45 @@ static inline int model_read_layer(model_reader *r, int32_t i) {
            model_matrix(r, i, "ffn_down.weight", m->feed, m->hidden, &l->down);
 }
 
+/* YaRN divides slow frequencies by the factor, keeps fast ones, and mixes those between: pairs whose
+ * number of turns in the original context is from beta_fast down to beta_slow. */
+static inline double model_yarn_kept(const model_rope *y, int32_t dims, double base, int32_t pair) {
+    const double unit = dims / (2 * log(base)), full = 6.283185307179586;
+    double low = floor(unit * log(y->original / (y->fast * full)));
+    double high = ceil(unit * log(y->original / (y->slow * full)));
+    if (low < 0) low = 0;
+    if (high > dims - 1) high = dims - 1;
+    const double at = (pair - low) / (high - low > 0.001 ? high - low : 0.001);
+    return at < 0 ? 1 : at > 1 ? 0 : 1 - at;
+}
+
+/* Frequencies are rounded to f32, as in the libraries that models come from. */
+static inline int model_read_frequencies(model_reader *r) {
+    model *m = r->m;
+    const model_rope *y = &r->rope;
+    const int32_t pairs = m->rope_dims / 2;
+    const float *factors = NULL;
+    const int is_long = y->kind == ROPE_LONG;
+    if (!model_vector(r, -1, is_long ? "rope_factors_long.weight" : "rope_freqs.weight", pairs,
+                      is_long, &factors))
+        return 0;
+    if (gguf_find_tensor(r->g, "rope_factors_short.weight")) r->used++;
+    m->rope[0] = (float *)malloc((size_t)m->rope_dims * sizeof *m->rope[0]);
+    if (!m->rope[0]) return gguf_refuse(r->why, "no memory");
+    m->rope[1] = m->rope[0] + pairs;
+    for (int32_t i = 0; i < pairs; i++) {
+        float plain = (float)(1 / pow(y->base, 2.0 * i / m->rope_dims));
+        m->rope[1][i] = (float)(1 / pow(y->window_base, 2.0 * i / m->rope_dims));
+        if (y->kind == ROPE_YARN) {
+            const double keep = model_yarn_kept(y, m->rope_dims, y->base, i);
+            plain = (float)((double)plain * (keep + (1 - keep) / y->factor));
+        } else plain /= (float)y->factor;
+        m->rope[0][i] = factors ? plain / factors[i] : plain;
+        if (!m->pattern) m->rope[1][i] = m->rope[0][i];
+    }
+    return 1;
+}
+
 static inline int model_read_tensors(model_reader *r) {
     model *m = r->m;
     const gguf_tensor *e = gguf_find_tensor(r->g, "token_embd.weight");
@@ -168,7 +313,7 @@ static inline int model_read_tensors(model_reader *r) {
     if (!model_vector_room(r)) return 0;
     if (!model_matrix(r, -1, "token_embd.weight", m->hidden, m->vocabulary, &m->embedding) ||
         !model_vector(r, -1, "output_norm.weight", m->hidden, 1, &m->output_norm) ||
-        !model_vector(r, -1, "rope_freqs.weight", m->rope_dims / 2, 0, &m->rope_factors))
+        !model_read_frequencies(r))
         return 0;
     m->output = m->embedding;
     if (gguf_find_tensor(r->g, "output.weight") &&
@@ -185,26 +330,76 @@ static inline int model_read_tensors(model_reader *r) {
 }
 
 /* -------------------------------------------------------------------------- values */
+/* How positions beyond the original context are reached. A factor without a type is linear. */
+static inline int model_read_scaling(model_reader *r) {
+    static const char *const kinds[] = { "none", "linear", "yarn", "longrope" };
+    model *m = r->m;
+    model_rope *y = &r->rope;
+    const gguf_value *kind = model_value(r, "rope.scaling.type");
+    const char *key = model_value(r, "rope.scaling.factor") ? "rope.scaling.factor"
+                                                            : "rope.scale_linear";
+    double attention;
+    char name[64];
+    y->kind = kind ? -1 : ROPE_LINEAR;
+    for (int i = 0; i < 4; i++)
+        if (gguf_is(gguf_text_of(kind), kinds[i])) y->kind = i;
+    if (y->kind < 0)
+        return gguf_refuse(r->why, "%s.rope.scaling.type is '%s'; this engine computes none, "
+                           "linear, yarn and longrope, and the factors of rope_freqs.weight",
+                           m->name, gguf_show(gguf_text_of(kind), name, sizeof name));
+    if (!model_number(r, key, 0, 1e6, kind && y->kind != ROPE_LONG && y->kind ? MODEL_REQUIRED : 1,
+                      &y->factor) ||
+        !model_number(r, "rope.scaling.attn_factor", 1e-3, 1e3, 1, &attention) ||
+        !model_number(r, "rope.scaling.original_context_length", 1, 1e9, (double)m->context,
+                      &y->original) ||
+        !model_number(r, "rope.scaling.yarn_beta_fast", 1e-3, 1e6, 32, &y->fast) ||
+        !model_number(r, "rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1, &y->slow))
+        return 0;
+    if (y->factor <= 0 || y->kind == ROPE_NONE || y->kind == ROPE_LONG) y->factor = 1;
+    m->rope_magnitude = attention;
+    if (y->kind == ROPE_YARN && y->factor > 1) m->rope_magnitude *= 1 + 0.1 * log(y->factor);
+    if (y->kind != ROPE_LONG || (double)m->context > y->original) return 1;
+    return gguf_refuse(r->why, "%s has longrope and a context of %lld, no longer than the original "
+                       "one; this engine computes the long factors only", m->name,
+                       (long long)m->context);
+}
+
 static inline int model_read_rope(model_reader *r) {
     model *m = r->m;
-    const gguf_value *kind = model_value(r, "rope.scaling.type");
     int64_t dims;
-    const gguf_text text = gguf_text_of(kind);
-    char name[64];
-    gguf_show(text, name, sizeof name);
-    m->rope_scale = 1;
     if (!model_integer(r, "rope.dimension_count", m->dim, m->dim, &dims) ||
-        !model_number(r, "rope.freq_base", 1, 1e12, 10000, &m->rope_base))
+        !model_number(r, "rope.freq_base", 1.001, 1e12, 10000, &r->rope.base) ||
+        !model_number(r, "rope.freq_base_swa", 1.001, 1e12, m->pattern == 6 ? 10000 : r->rope.base,
+                      &r->rope.window_base))
         return 0;
     m->rope_dims = (int32_t)dims;
     if (m->rope_dims < 2 || m->rope_dims % 2)
         return gguf_refuse(r->why, "%s.rope.dimension_count is %ld, which is not even and above 0",
                            m->name, (long)m->rope_dims);
-    if (gguf_is(text, "linear"))
-        return model_number(r, "rope.scaling.factor", 1e-3, 1e6, MODEL_REQUIRED, &m->rope_scale);
-    if (!kind || gguf_is(text, "none")) return 1;
-    return gguf_refuse(r->why, "%s.rope.scaling.type is '%s'; this engine computes none and "
-                       "linear, and the factors of rope_freqs.weight", m->name, name);
+    return model_read_scaling(r);
+}
+
+/* What families do with scores, logits and windows. */
+static inline int model_read_attention(model_reader *r) {
+    model *m = r->m;
+    const int gemma2 = m->gelu && m->pattern == 2, wide = m->gelu && m->layers == (gemma2 ? 46 : 62);
+    double scale, softcap, logit_softcap;
+    int64_t pattern;
+    const double usual = wide ? 1 / sqrt((double)m->hidden / m->heads) : 0;
+    if (!model_number(r, "attention.scale", 0, 1e6, usual, &scale) ||
+        !model_number(r, "attn_logit_softcapping", 0, 1e6, gemma2 ? 50 : 0, &softcap) ||
+        !model_number(r, "final_logit_softcapping", 0, 1e6, gemma2 ? 30 : 0, &logit_softcap) ||
+        !model_integer(r, "attention.sliding_window_pattern", 4096, m->pattern, &pattern))
+        return 0;
+    if (!m->gelu && model_value(r, "attention.sliding_window_pattern"))
+        return gguf_refuse(r->why, "%s.attention.sliding_window_pattern is %lld; this engine knows "
+                           "it of gemma2 and gemma3", m->name, (long long)pattern);
+    m->pattern = (int32_t)pattern;
+    m->scale = (float)scale;
+    m->softcap = (float)softcap;
+    m->logit_softcap = (float)logit_softcap;
+    m->embedding_scale = m->gelu ? (float)sqrt((double)m->hidden) : 1;
+    return 1;
 }
 
 static inline int model_read_values(model_reader *r) {
@@ -238,36 +433,40 @@ static inline int model_read_values(model_reader *r) {
     m->kv_heads = (int32_t)kv_heads;
     m->dim = (int32_t)dim;
     m->epsilon = (float)epsilon;
-    return model_read_rope(r);
+    return model_read_attention(r) && model_read_rope(r);
 }
 
 static inline void model_close(model *m) {
     free(m->layer);
     free(m->vectors);
+    free(m->rope[0]);
     memset(m, 0, sizeof *m);
 }
 
 /* The model of a file, which must stay open. 0: see `why`; then there is nothing to close. */
 static inline int model_open(model *m, const gguf *g, char why[INFER_WHY]) {
-    static const struct { const char *name; int halves; } known[] = {
-        { "llama", 0 }, { "mistral", 0 }, { "qwen2", 1 }, { "qwen3", 1 } };
+    static const struct { const char *name; int halves, gelu, pattern; } known[] = {
+        { "llama", 0, 0, 0 }, { "mistral", 0, 0, 0 }, { "qwen2", 1, 0, 0 }, { "qwen3", 1, 0, 0 },
+        { "gemma2", 1, 1, 2 }, { "gemma3", 1, 1, 6 } };
     const gguf_text text = gguf_text_of(gguf_find(g, "general.architecture"));
     model_reader r;
     int ok = 0;
     memset(m, 0, sizeof *m);
+    memset(&r, 0, sizeof r);
     r.g = g;
     r.m = m;
-    r.used = r.taken = 0;
     r.why = why;
     gguf_show(text, m->name, sizeof m->name);
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         if (!gguf_is(text, known[i].name)) continue;
         m->rope_halves = known[i].halves;
+        m->gelu = known[i].gelu;
+        m->pattern = known[i].pattern;
         ok = 1;
     }
     if (!ok) snprintf(why, INFER_WHY, "general.architecture is '%s'; this engine knows llama, "
-                      "mistral, qwen2 and qwen3", m->name);
-    ok = ok && model_read_values(&r) && model_read_tensors(&r);
+                      "mistral, qwen2, qwen3, gemma2 and gemma3", m->name);
+    ok = ok && model_check_keys(&r) && model_read_values(&r) && model_read_tensors(&r);
     if (!ok) model_close(m);
     return ok;
 }
