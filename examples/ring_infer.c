@@ -25,6 +25,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -35,17 +36,21 @@ static const char usage[] =
     "  --prompt TEXT     what the model continues; or --file FILE; or --tokens 1,2,3\n"
     "  --predict N       tokens to generate at most (64)\n"
     "  --ranks P         ranks that split the cache (1)\n"
+    "  --lanes L         parts of the cache, at least as many as ranks (16): the text is the same\n"
+    "                    for every number of ranks with the same lanes\n"
     "  --threads T       threads of all ranks together (as many as this process has processors)\n"
     "  --cache TYPE      of the cache: f32, f16, bf16 or q8_0 (f16)\n"
     "  --context N       positions of the cache (as many as are needed)\n"
-    "  --chunk N         tokens of the prompt per call (128; 1024 for more than 8 ranks)\n"
+    "  --chunk N         tokens of the prompt per call (16 per lane)\n"
     "  --speculate N     guess by the prompt's own n-grams and verify N tokens per call\n"
-    "  --temp X, --top-k N, --top-p X, --seed N   draw tokens (0: take the likeliest)\n"
+    "  --temp X, --top-k N, --top-p X, --min-p X, --seed N   draw tokens (0: take the likeliest)\n"
     "  --logits FILE     writes the logits of every position as f32\n"
     "  --ids             prints the numbers of tokens instead of text\n"
     "  --count-tokens    prints how many tokens the prompt has, with --ids which; no model is run\n"
     "  --shm             the ranks are processes that share memory, not threads\n"
     "  --at H:P,H:P,...  with --rank R: this process is rank R, and they meet over TCP\n"
+    "  -h, --help        prints this\n"
+    "Exit status: 0; 1: refused or failed; 2: the context ended before the text.\n"
     "Compiled with -DRING_INFER_MPI it runs under mpirun, one rank per process.\n";
 
 enum { AT_BYTES = 4096 };               /* of the list of --at, with its end */
@@ -55,6 +60,8 @@ typedef struct program {
     int ids, shm, mpi;
     int32_t rank;                      /* of this process, -1: all of them are here */
     infer_options o;
+    FILE *logits_file;
+    int64_t start_ns;                  /* of the prompt */
     int count;                         /* 1: only the tokens of the prompt */
     gguf g;
     model m;
@@ -135,7 +142,9 @@ static int option(program *p, const char *name, const char *s) {
     if (!strcmp(name, "--top-k")) return small_number(name, s, 0, INT32_MAX, &o->top_k);
     if (!strcmp(name, "--temp")) return fraction(name, s, 1e6, &o->temperature);
     if (!strcmp(name, "--top-p")) return fraction(name, s, 1, &o->top_p);
-    if (strcmp(name, "--seed")) return refuse(name, "no such option");
+    if (!strcmp(name, "--min-p")) return fraction(name, s, 1, &o->min_p);
+    if (!strcmp(name, "--lanes")) return small_number(name, s, 1, 1024, &o->lanes);
+    if (strcmp(name, "--seed")) return refuse(name, "no such option; -h lists them");
     if (!whole_number(name, s, any, &seed)) return 0;
     o->seed = (uint64_t)seed;
     return 1;
@@ -179,6 +188,8 @@ static int arguments(program *p, int argc, char **argv) {
     if ((p->at || p->shm || p->mpi) && p->logits)
         return refuse("--logits", "no process has those of all positions");
     p->o.all_logits = p->logits != NULL;
+    if (p->logits) p->logits_file = fopen(p->logits, "wb");
+    if (p->logits && !p->logits_file) return refuse(p->logits, strerror(errno));
     return 1;
 }
 
@@ -227,6 +238,12 @@ static int read_text(program *p) {
     ok = tokenize(&p->t, text, n, &p->in);
     if (p->file) munmap((void *)(uintptr_t)text, n);
     return ok ? 1 : refuse(p->path, "no memory, or the vocabulary lacks a byte of the prompt");
+}
+
+static int is_stop(const program *p, int32_t id) {
+    for (int32_t i = 0; i < p->o.stops; i++)
+        if (p->o.stop[i] == id) return 1;
+    return 0;
 }
 
 static void add_stop(program *p, int32_t id) {
@@ -308,6 +325,8 @@ static int run_over_tcp(program *p, infer_result *r) {
     d.rank = p->rank;
     d.addresses = at;
     d.error = &why;
+    fprintf(stderr, "ring_infer: rank %ld waits at %s for the other %ld ranks, at most 60 s\n",
+            (long)d.rank, at[d.rank], (long)d.ranks - 1);
     if (ra_tcp_open(&tcp, &d) != RA_OK) return no_transport(r, &why);
     p->o.ranks = d.ranks;
     ok = infer_run_rank(&p->m, &p->o, p->in.data, p->in.count, ra_tcp_transport(tcp), r);
@@ -381,20 +400,32 @@ static int run_ranks(program *p, infer_result *r) {
 }
 
 /* -------------------------------------------------------------------------- output */
+/* A bar, the rate, and what is left at this rate. */
 static void show_progress(void *user, int64_t done, int64_t of) {
     static const char bar[] = "########################################";
+    program *p = (program *)user;
     const int width = (int)(40 * done / of);
-    (void)user;
-    fprintf(stderr, "\rprompt [%-40.*s] %lld of %lld tokens%s", width, bar, (long long)done,
-            (long long)of, done == of ? "\n" : "");
+    const double seconds = (double)(ra_now_ns() - p->start_ns) / 1e9 + 1e-9;
+    fprintf(stderr, "\rprompt [%-40.*s] %lld of %lld tokens, %.1f/s, %.0f s left   %s", width, bar,
+            (long long)done, (long long)of, (double)done / seconds,
+            seconds / (double)done * (double)(of - done), done == of ? "\n" : "");
 }
 
-static void show_token(void *user, int32_t id) {
+static int show_token(void *user, int32_t id) {
     const program *p = (const program *)user;
-    char out[1024];
-    if (p->ids) printf("%ld\n", (long)id);
-    else fwrite(out, 1, token_bytes(&p->t, id, out, sizeof out), stdout);
-    fflush(stdout);
+    size_t room = 16;
+    char *out;
+    int ok = 1;
+    if (p->ids) ok = printf("%ld\n", (long)id) > 0;
+    else if (!is_stop(p, id)) {
+        room += 4 * p->t.text[id].size;
+        out = (char *)malloc(room);
+        if (!out) return -1;
+        const size_t n = token_bytes(&p->t, id, out, room);
+        ok = fwrite(out, 1, n, stdout) == n;
+        free(out);
+    }
+    return ok && fflush(stdout) == 0 ? 0 : -1;
 }
 
 /* With --count-tokens. Returns the exit status. */
@@ -405,10 +436,10 @@ static int show_prompt(const program *p) {
 }
 
 static int write_logits(const program *p, const infer_result *r) {
-    FILE *f = fopen(p->logits, "wb");
+    FILE *f = p->logits_file;
     const size_t n = (size_t)(r->cached * p->m.vocabulary);
-    int ok = f && fwrite(r->logits, sizeof *r->logits, n, f) == n;
-    if (f) ok = !fclose(f) && ok;
+    int ok = fwrite(r->logits, sizeof *r->logits, n, f) == n;
+    ok = !fclose(f) && ok;
     return ok ? 1 : refuse(p->logits, "cannot be written");
 }
 
@@ -424,13 +455,15 @@ static void show_figures(const program *p, const infer_result *r) {
 
 static int run(program *p, int argc, char **argv) {
     infer_result r;
-    int ok;
-    if (argc < 2 || argv[1][0] == '-') {
-        fputs(usage, argc < 2 ? stdout : stderr);
-        return argc >= 2;
+    int ok, full, help = argc < 2;
+    for (int i = 1; i < argc; i++) help |= !strcmp(argv[i], "-h") || !strcmp(argv[i], "--help");
+    if (help || argv[1][0] == '-') {
+        fputs(usage, help ? stdout : stderr);
+        return !help;
     }
     if (!arguments(p, argc, argv) || !open_model(p)) return 1;
     if (p->count) return show_prompt(p);
+    p->start_ns = ra_now_ns();
     if (p->rank < 1) {                 /* the others compute and say nothing */
         p->o.progress = show_progress;
         p->o.token = show_token;
@@ -440,18 +473,22 @@ static int run(program *p, int argc, char **argv) {
     if (!ok) (void)refuse(p->path, r.why);
     if (ok && p->logits) ok = write_logits(p, &r);
     if (ok && p->rank < 1) show_figures(p, &r);
+    full = ok && r.ended == INFER_FULL;
+    if (full && p->rank < 1)
+        fprintf(stderr, "ring_infer: the context is full; the text may go on\n");
     infer_free(&r);
     free(p->in.data);
     tokenizer_close(&p->t);
     model_close(&p->m);
     gguf_close(&p->g);
-    return !ok;
+    return full ? 2 : !ok;
 }
 
 int main(int argc, char **argv) {
     static program p;
     int bad;
     p.rank = -1;
+    (void)signal(SIGPIPE, SIG_IGN);    /* a closed stdout is an error of fwrite */
 #if defined(RING_INFER_MPI)
     int level = 0, ranks = 0;
     MPI_Init_thread(&argc, &argv, MPI_THREAD_SERIALIZED, &level);

@@ -507,6 +507,107 @@ static void three_ranks(const shape *s, ra_rank_fn on_rank) {
 
 TEST(ranks_apart) { three_ranks(&shapes[2], on_rank_apart); }
 
+/* Ranks of which the last has another model of the same shape, another prompt of the same length,
+ * another seed, another type of cache or other lanes: all are refused and say what differs. */
+typedef struct differing { const model *m, *other; int what; int64_t named; } differing;
+
+static ra_status on_rank_that_differs(ra_world *world, int rank, void *user) {
+    static const char *const names[] = { "the model", "the prompt", "the seed",
+                                         "the type of the cache", "the lanes" };
+    differing *x = (differing *)user;
+    const int what = rank == 2 ? x->what : -1;
+    int32_t prompt[] = { 4, 5, 6, 7, 8 };
+    infer_options o = { 0 };
+    infer_result got;
+    o.ranks = 3;
+    o.predict = 5;
+    o.chunk = 16;
+    o.seed = what == 2;
+    o.cache_dtype = what == 3 ? RA_F16 : RA_F32;
+    o.lanes = what == 4 ? 32 : 16;
+    if (what == 1) prompt[4] = 9;
+    CHECK(!infer_run_rank(what == 0 ? x->other : x->m, &o, prompt, 5,
+                          ra_world_transport(world, rank), &got));
+    if (!CHECK(strstr(got.why, names[x->what]) != NULL)) printf("%s\n", got.why);
+    infer_free(&got);
+    return RA_OK;
+}
+
+TEST(ranks_that_differ) {
+    static const shape tied = { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, NULL, NULL, 0, 0, 0 };
+    checkpoint one, two;
+    if (!open_shape(&one, &tied)) return;
+    if (open_shape(&two, &tied)) {
+        two.f.data[two.f.head] ^= 1;
+        for (int i = 0; i < 5; i++) {
+            differing x = { &one.m, &two.m, i, 0 };
+            if (h_case(i)) CHECK_EQ(ra_world_run(3, on_rank_that_differs, &x, NULL), RA_OK);
+        }
+        close_shape(&two);
+    }
+    close_shape(&one);
+}
+
+/* A weight that is no number ends the run; a stream that cannot be written too. The end of the
+ * context is told apart from the end of a text. */
+static int cannot_write(void *user, int32_t id) { (void)user; return id < 0 ? 0 : -1; }
+
+TEST(how_a_run_ends) {
+    static const int32_t prompt[] = { 4, 5, 6, 7, 8 };
+    checkpoint x;
+    infer_options o = { 0 };
+    infer_result got;
+    if (!open_shape(&x, &shapes[0])) return;
+    o.ranks = 2;
+    o.predict = 3;
+    CHECK(infer_run(&x.m, &o, prompt, 5, &got));
+    CHECK_EQ(got.ended, INFER_TO_PREDICT);
+    o.stop[0] = got.tokens[5];
+    infer_free(&got);
+    o.stops = 1;
+    CHECK(infer_run(&x.m, &o, prompt, 5, &got));
+    CHECK_EQ(got.ended, INFER_STOPPED);
+    infer_free(&got);
+    o.stops = 0;
+    o.context = 7;
+    CHECK(infer_run(&x.m, &o, prompt, 5, &got));
+    CHECK_EQ(got.ended, INFER_FULL);
+    CHECK_EQ(got.count, 7);
+    infer_free(&got);
+    o.token = cannot_write;
+    CHECK(!infer_run(&x.m, &o, prompt, 5, &got));
+    CHECK(strstr(got.why, "cannot be written") != NULL);
+    infer_free(&got);
+    o.token = NULL;
+    memset((uint8_t *)(uintptr_t)x.m.layer[1].up.data, 0xFF, 4);
+    CHECK(!infer_run(&x.m, &o, prompt, 5, &got));
+    CHECK(strstr(got.why, "after layer 1 at token 0") != NULL);
+    infer_free(&got);
+    close_shape(&x);
+}
+
+/* 9 ranks have the bits of one. */
+TEST(more_ranks_than_eight) {
+    static const int32_t prompt[] = { 4, 5, 6, 7, 8 };
+    checkpoint x;
+    infer_options o = { 0 };
+    infer_result one, nine;
+    if (!open_shape(&x, &shapes[0])) return;
+    o.predict = 20;
+    o.all_logits = 1;
+    CHECK(infer_run(&x.m, &o, prompt, 5, &one));
+    o.ranks = 9;
+    CHECK(infer_run(&x.m, &o, prompt, 5, &nine));
+    if (one.logits && nine.logits) CHECK_BITS(nine.logits, one.logits, 24 * WORDS * 4);
+    infer_free(&nine);
+    o.ranks = 17;
+    CHECK(!infer_run(&x.m, &o, prompt, 5, &nine));
+    CHECK(strstr(nine.why, "16 lanes for 17 ranks") != NULL);
+    infer_free(&nine);
+    infer_free(&one);
+    close_shape(&x);
+}
+
 /* A transport whose sends fail and whose receives end only in quiesce. */
 typedef struct broken { ra_transport_op *receive; int32_t aborts; int quiesce; } broken;
 
@@ -869,12 +970,20 @@ TEST(sentences) {
     static const struct { shape s; const char *says; } cases[] = {
         { { "gpt2", RA_F32, 0, 0, 0, 0, NULL, NULL, NULL, NULL, 0, 0, 0 },
           "general.architecture is 'gpt2'" },
-        { { "llama", RA_F32, 0, 0, 0, 0, "llama.rope.scaling.type", "dynamic", NULL, NULL, 0, 0, 0 },
-          "llama.rope.scaling.type is 'dynamic'" },
+        { { "llama", RA_F32, 0, 0, 0, 0, "llama.rope.scaling.type", "su", NULL, NULL, 0, 0, 0 },
+          "llama.rope.scaling.type is 'su'" },
         { { "llama", RA_F32, 0, 0, 0, 0, "llama.attention.key_length", "8", NULL, NULL, 0, 0, 0 },
           "llama.attention.key_length is no single number" },
         { { "llama", RA_F32, 0, 0, 0, 0, "llama.rope.dimension_count", "4.5", NULL, NULL, 0, 0, 0 },
           "llama.rope.dimension_count is 4.5, not a whole number" },
+        { { "llama", RA_F32, 0, 0, 0, 0, "llama.attention.causal", "0.0", NULL, NULL, 0, 0, 0 },
+          "llama.attention.causal is 0; this engine computes only 1" },
+        { { "llama", RA_F32, 0, 0, 0, 0, "llama.expert_count", "8.0", NULL, NULL, 0, 0, 0 },
+          "llama.expert_count is 8" },
+        { { "llama", RA_F32, 0, 0, 0, 0, "llama.block_count", "2", NULL, NULL, 0, 0, 0 },
+          "the key 'llama.block_count' is there twice" },
+        { { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, "blk.0.ffn_up.weight", NULL, 0, 0, 0 },
+          "the tensor 'blk.0.ffn_up.weight' is there twice" },
         { { "llama", RA_F32, 0, 0, 0, 0, "general.alignment", "8", NULL, NULL, 0, 0, 0 },
           "general.alignment is no u32" },
         { { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, "blk.0.ffn_gate_inp.weight", NULL, 0, 0, 0 },
@@ -923,7 +1032,8 @@ TEST(quantised_blocks) {
         { QUANT_Q4_0, 0x192FD31Cu }, { QUANT_Q4_1, 0x9A17CCF3u }, { QUANT_Q5_0, 0xA762DBBCu },
         { QUANT_Q5_1, 0x768CE977u }, { QUANT_Q2_K, 0x5D8459ACu }, { QUANT_Q3_K, 0x40104565u },
         { QUANT_Q4_K, 0x7FC84B31u }, { QUANT_Q5_K, 0xAA79D489u }, { QUANT_Q6_K, 0x2651494Fu },
-        { QUANT_IQ4_NL, 0xEFA334DAu }, { QUANT_IQ4_XS, 0x79545510u }, { QUANT_MXFP4, 0x3D602919u } };
+        { QUANT_IQ4_NL, 0xEFA334DAu }, { QUANT_IQ4_XS, 0x79545510u },
+        { QUANT_MXFP4, 0x3D602919u } };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         uint8_t raw[8 * 256];
         float wide[8 * 256];
@@ -946,7 +1056,8 @@ TEST(quantised_blocks) {
 
 int main(int argc, char **argv) {
     static const h_test tests[] = {
-        ENTRY(ranks_and_chunks), ENTRY(ranks_apart), ENTRY(guesses),
+        ENTRY(ranks_and_chunks), ENTRY(ranks_apart), ENTRY(ranks_that_differ),
+        ENTRY(how_a_run_ends), ENTRY(more_ranks_than_eight), ENTRY(guesses),
         ENTRY(tokens_cannot_be_shared), ENTRY(sampling), ENTRY(options), ENTRY(threads_of_a_rank),
         ENTRY(a_million_tokens),
 #if defined(__linux__) && defined(__LP64__)

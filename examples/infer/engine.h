@@ -17,11 +17,14 @@
 
 #include <sched.h>
 
-enum { INFER_RANKS = 64, INFER_STOPS = 4, INFER_HEAD_ROWS = 16 };
+enum { INFER_RANKS = 64, INFER_LANES = 16, INFER_STOPS = 64, INFER_HEAD_ROWS = 16 };
+enum { INFER_TO_PREDICT, INFER_STOPPED, INFER_FULL };      /* how a text ends */
 enum { INFER_PROMPT, INFER_DECODE, INFER_CACHES };
 
 typedef struct infer_options {         /* 0: the default */
-    int32_t ranks;                     /* 1 to 64; 0: 1 */
+    int32_t ranks;                     /* 1 to lanes; 0: 1 */
+    int32_t lanes;                     /* of the cache, up to 1024; 0: 16. The same bits for any
+                                        * number of ranks need the same lanes */
     int32_t threads;                   /* of all ranks together, and at least one per rank */
     int64_t context;                   /* positions of the cache; 0: prompt and predict */
     int64_t chunk;                     /* tokens of the prompt per call; 0: 16 per lane */
@@ -31,6 +34,7 @@ typedef struct infer_options {         /* 0: the default */
     float temperature;                 /* 0: the likeliest token */
     int32_t top_k;                     /* 0: all */
     float top_p;                       /* 0: all */
+    float min_p;                       /* least probability, relative to the likeliest token's */
     uint64_t seed;
     int32_t stop[INFER_STOPS], stops;  /* tokens that end the text */
     int32_t all_logits;                /* 1: keep those of every position; 2: from the last token of
@@ -38,7 +42,7 @@ typedef struct infer_options {         /* 0: the default */
     const int64_t *wanted;             /* [wanted_count] ascending */
     int64_t wanted_count;
     void (*progress)(void *user, int64_t done, int64_t of);    /* of the prompt; from one thread */
-    void (*token)(void *user, int32_t id);
+    int (*token)(void *user, int32_t id);      /* below 0: it cannot be written, and the run ends */
     void *user;
 } infer_options;
 
@@ -46,6 +50,7 @@ typedef struct infer_result {
     int32_t *tokens;                   /* the prompt and what follows; free with infer_free */
     int64_t count, prompt;
     int64_t steps;                     /* calls of the model after the prompt */
+    int32_t ended;                     /* INFER_TO_PREDICT, INFER_STOPPED, INFER_FULL */
     int64_t cached;                    /* positions whose logits are known */
     float *logits;                     /* [context][vocabulary] or null */
     int64_t cache_bytes;               /* on a rank */
@@ -59,7 +64,7 @@ typedef struct infer_engine {          /* shared by the ranks */
     infer_result *result;
     int32_t reporter;                  /* the rank that calls back and writes the result */
     int32_t apart;                     /* 1: every rank is a process */
-    int32_t lanes;                     /* of the cache: the bits are those of this many ranks */
+    int32_t full;                      /* 1: the context ends before the tokens to predict */
     int32_t attend_threads;            /* of a rank in a call of the cache */
     pool workers;
     pthread_mutex_t lock;              /* of result->why */
@@ -133,12 +138,63 @@ static inline ra_status infer_hop(const ra_transport *net, ra_transport_op op[2]
     return s;
 }
 
+/* What ranks must have in common. Model and prompt are hashes. */
+enum { INFER_SHARED = 18 };
+static inline int infer_shared(const infer_engine *e, int32_t *out, const char **names) {
+    const infer_options *o = &e->o;
+    const uint64_t weights = model_hash(e->m), start = 14695981039346656037u;
+    const uint64_t prompt = infer_hash(start, e->result->tokens,
+                                       (size_t)e->result->prompt * sizeof *e->result->tokens);
+    const uint64_t wanted = infer_hash(start, o->wanted, (size_t)o->wanted_count * 8);
+    const uint64_t stops = infer_hash(start, o->stop, (size_t)o->stops * sizeof *o->stop);
+    const struct { const char *name; uint64_t x; } all[] = {
+        { "the model", weights }, { "the model", weights >> 32 }, { "the prompt", prompt },
+        { "the prompt", prompt >> 32 }, { "the length of the prompt", (uint64_t)e->result->prompt },
+        { "the type of the cache", (uint64_t)o->cache_dtype },
+        { "the context", (uint64_t)o->context },
+        { "the chunk", (uint64_t)o->chunk }, { "the tokens to predict", (uint64_t)o->predict },
+        { "the tokens per call", (uint64_t)o->speculate }, { "the lanes", (uint64_t)o->lanes },
+        { "the seed", o->seed }, { "the seed", o->seed >> 32 },
+        { "the temperature", infer_hash(start, &o->temperature, 4) },
+        { "top-k, top-p or min-p", infer_hash(start, &o->top_k, 4) ^
+          infer_hash(start + 1, &o->top_p, 4) ^ infer_hash(start + 2, &o->min_p, 4) },
+        { "the wanted logits", wanted ^ (uint64_t)o->all_logits }, { "the stop tokens", stops },
+        { "the stop tokens", stops >> 32 } };
+    for (int i = 0; i < INFER_SHARED; i++) {
+        const uint32_t half = (uint32_t)all[i].x;
+        memcpy(&out[i], &half, 4);
+        names[i] = all[i].name;
+    }
+    return INFER_SHARED;
+}
+
 /* A hop has failed: stops the other ranks, and waits until the transport no longer uses its ops. */
 static inline ra_status infer_hop_failed(infer_rank *r, ra_status s) {
     const ra_transport *net = r->net;
     if (net->abort) (void)net->abort(net->ctx, s);
     r->unsafe = net->post && (!net->quiesce || net->quiesce(net->ctx, ra_deadline_ms(1000)));
     return infer_fail(r->e, s, ra_status_text(s));
+}
+
+/* Every rank tells every other what it runs. If they differ, all refuse, and say what differs. */
+static inline ra_status infer_agree(infer_rank *r) {
+    const int32_t ranks = r->e->o.ranks;
+    const char *names[INFER_SHARED];
+    int32_t *mine = r->next, *theirs = mine + INFER_SHARED, *first = theirs + INFER_SHARED;
+    char text[INFER_WHY] = "";
+    ra_status s = RA_OK;
+    const int n = infer_shared(r->e, mine, names);
+    memcpy(first, mine, (size_t)n * sizeof *mine);
+    for (int32_t far = 1; far < ranks && s == RA_OK; far++) {
+        const int to = (r->rank + far) % ranks, from = (r->rank + ranks - far) % ranks;
+        s = infer_hop(r->net, r->hop, to, mine, from, theirs, (size_t)n);
+        for (int i = 0; i < n && s == RA_OK && !text[0]; i++)
+            if (theirs[i] != first[i])
+                snprintf(text, sizeof text, "rank %d differs from rank %ld in %s", from,
+                         (long)r->rank, names[i]);
+    }
+    if (s != RA_OK) return infer_hop_failed(r, s);
+    return text[0] ? infer_fail(r->e, RA_E_MISMATCH, text) : RA_OK;
 }
 
 /* Gives every rank the chosen tokens from `want` to `count`: each rank receives from the rank
@@ -193,7 +249,9 @@ static inline int32_t infer_sample(const infer_options *o, const float *logits, 
     if (o->top_k > 0 && n > o->top_k) n = o->top_k;
     for (int64_t i = 0; i < n; i++) sum += infer_odds(o, choice[i].logit, logits[best]);
     for (last = 0; last < n; last++) {
-        mass += infer_odds(o, choice[last].logit, logits[best]);
+        const double odds = infer_odds(o, choice[last].logit, logits[best]);
+        if (odds < (double)o->min_p) break;
+        mass += odds;
         if (o->top_p > 0 && mass >= (double)o->top_p * sum) break;
     }
     at = (double)infer_random(o->seed, position) * (mass < sum ? mass : sum);
@@ -315,6 +373,22 @@ static inline void infer_add(const infer_rank *r, const float *norm) {
     for (int64_t i = 0; i < r->owned * m->hidden; i++) r->x[i] += r->y[i];
 }
 
+/* Ends the run of all ranks if a row of x has a number that is none after a layer. */
+static inline ra_status infer_finite(infer_rank *r, int32_t layer, int64_t first) {
+    const int64_t n = r->e->m->hidden;
+    for (int64_t i = 0; i < r->owned; i++) {
+        char text[INFER_WHY];
+        float sum = 0;
+        for (int64_t k = 0; k < n; k++) sum += r->x[i * n + k] * 0;
+        if (sum == 0) continue;
+        snprintf(text, sizeof text, "infinite or NaN after layer %ld at token %lld: the weights "
+                 "are damaged, or too large for f32", (long)layer, (long long)(first + r->own[i]));
+        if (r->net && r->net->abort) (void)r->net->abort(r->net->ctx, RA_E_ENGINE);
+        return infer_fail(r->e, RA_E_ENGINE, text);
+    }
+    return RA_OK;
+}
+
 static inline ra_status infer_layer(infer_rank *r, int32_t layer, int64_t first, int64_t count) {
     const model *m = r->e->m;
     const model_layer *l = &m->layer[layer];
@@ -340,7 +414,7 @@ static inline ra_status infer_layer(infer_rank *r, int32_t layer, int64_t first,
         r->gate[i] = (m->gelu ? infer_gelu(r->gate[i]) : infer_silu(r->gate[i])) * r->up[i];
     infer_product(r, &l->down, NULL, r->gate, r->y);
     infer_add(r, l->feed_after);
-    return RA_OK;
+    return infer_finite(r, layer, first);
 }
 
 /* -------------------------------------------------------------------------- the model */
@@ -423,12 +497,17 @@ static inline int infer_stops(const infer_options *o, int32_t id) {
 /* The rank that calls back and writes the result: the first, or the only one of this process. */
 static inline int infer_reports(const infer_rank *r) { return r->rank == r->e->reporter; }
 
-/* Appends the next token; 1: the text ends with it. */
-static inline int infer_take(infer_rank *r, int64_t *count, int32_t id) {
-    const infer_options *o = &r->e->o;
+/* Appends the next token. *over: the text ends with it. */
+static inline ra_status infer_take(infer_rank *r, int64_t *count, int32_t id, int *over) {
+    infer_engine *e = r->e;
+    const int stop = infer_stops(&e->o, id);
     r->tokens[(*count)++] = id;
-    if (infer_reports(r) && o->token) o->token(o->user, id);
-    return infer_stops(o, id) || *count - r->e->result->prompt >= o->predict;
+    *over = stop || *count - e->result->prompt >= e->o.predict;
+    if (!infer_reports(r)) return RA_OK;
+    e->result->ended = stop ? INFER_STOPPED : e->full ? INFER_FULL : INFER_TO_PREDICT;
+    if (!e->o.token || e->o.token(e->o.user, id) >= 0) return RA_OK;
+    if (r->net && r->net->abort) (void)r->net->abort(r->net->ctx, RA_E_CANCELLED);
+    return infer_fail(e, RA_E_CANCELLED, "the text cannot be written");
 }
 
 /* Generates token after token. `count` tokens are known, and all except the last are cached. With
@@ -449,7 +528,7 @@ static inline ra_status infer_decode(infer_rank *r, int64_t *count, int64_t *cac
         for (int64_t i = 0; s == RA_OK && !over; i++) {
             const int held = i < n && r->tokens[at + 1 + i] == r->next[i];
             *cached = at + 1 + i;
-            over = infer_take(r, count, r->next[i]);
+            s = infer_take(r, count, r->next[i], &over);
             if (!held) break;
         }
         if (infer_reports(r)) r->e->result->steps = steps;
@@ -472,6 +551,7 @@ static inline ra_status infer_text(infer_rank *r) {
     const infer_options *o = &e->o;
     const int64_t start = ra_now_ns();
     int64_t at = 0, n = 0, count = out->prompt, cached = out->prompt;
+    int over = o->predict < 1;
     ra_status s = RA_OK;
     for (; at < out->prompt && s == RA_OK; at += n) {
         n = out->prompt - at < o->chunk ? out->prompt - at : o->chunk;
@@ -480,8 +560,8 @@ static inline ra_status infer_text(infer_rank *r) {
             o->progress(o->user, at + n, out->prompt);
     }
     const int64_t prefilled = ra_now_ns();
-    if (s == RA_OK && o->predict > 0 && !infer_take(r, &count, r->next[n - 1]))
-        s = infer_decode(r, &count, &cached);
+    if (s == RA_OK && o->predict > 0) s = infer_take(r, &count, r->next[n - 1], &over);
+    if (s == RA_OK && !over) s = infer_decode(r, &count, &cached);
     if (infer_reports(r)) {
         out->prefill_ns = prefilled - start;
         out->decode_ns = ra_now_ns() - prefilled;
@@ -519,7 +599,8 @@ static inline size_t infer_floats(infer_rank *r, int64_t columns) {
         { &r->x, chunk * m->hidden }, { &r->y, chunk * m->hidden }, { &r->q, chunk * q },
         { &r->o, chunk * q }, { &r->k, chunk * kv }, { &r->v, chunk * kv },
         { &r->gate, chunk * m->feed }, { &r->up, chunk * m->feed },
-        { &r->turn[0], chunk * m->rope_dims }, { &r->turn[1], chunk * m->rope_dims }, { &r->scratch, (int64_t)matmul_scratch(columns) },
+        { &r->turn[0], chunk * m->rope_dims }, { &r->turn[1], chunk * m->rope_dims },
+        { &r->scratch, (int64_t)matmul_scratch(columns) },
         { &r->logits, INFER_HEAD_ROWS * m->vocabulary } };
     size_t all = 0;
     for (size_t i = 0; i < sizeof part / sizeof part[0]; all += (size_t)part[i++].count)
@@ -547,7 +628,7 @@ static inline ra_status infer_open_caches(infer_rank *r, int windowed) {
     d.rank = r->rank;
     d.threads = e->attend_threads;
     d.error = &why;
-    cd.lanes = e->lanes;
+    cd.lanes = e->o.lanes;
     for (int i = 0; i < INFER_CACHES && s == RA_OK; i++) {
         d.tokens = i == INFER_PROMPT ? e->o.chunk : e->o.speculate;
         d.form = i == INFER_DECODE && m->heads / m->kv_heads <= 16 ? RA_FORM_SAME : RA_FORM_AUTO;
@@ -580,17 +661,21 @@ static inline ra_status infer_open_rank(infer_rank *r) {
     const model *m = e->m;
     const int64_t q = (int64_t)m->heads * m->dim;
     int64_t columns = m->hidden > m->feed ? m->hidden : m->feed;
-    const ra_status s = infer_open_cache(r);
+    const int64_t room = e->o.chunk * 2 > 3 * INFER_SHARED ? e->o.chunk * 2 : 3 * INFER_SHARED;
+    ra_status s = RA_OK;
+    r->next = (int32_t *)calloc((size_t)room, sizeof *r->next);
+    r->hop = (ra_transport_op *)calloc(2, sizeof *r->hop);
+    if (!r->next || !r->hop) return infer_fail(e, RA_E_NOMEM, "no memory");
+    if (e->apart && e->o.ranks > 1) s = infer_agree(r);
+    if (s == RA_OK) s = infer_open_cache(r);
     if (s != RA_OK) return s;
     if (columns < q) columns = q;
     r->memory = (uint8_t *)calloc((size_t)m->layers * 2, r->k_bytes ? r->k_bytes : 1);
     r->floats = (float *)calloc(infer_floats(r, columns), sizeof *r->floats);
     r->own = (int64_t *)calloc((size_t)e->o.chunk, sizeof *r->own);
-    r->next = (int32_t *)calloc((size_t)e->o.chunk * 2, sizeof *r->next);
     r->choice = (infer_choice *)calloc((size_t)m->vocabulary, sizeof *r->choice);
     r->tokens = (int32_t *)calloc((size_t)e->o.context + 1, sizeof *r->tokens);
-    r->hop = (ra_transport_op *)calloc(2, sizeof *r->hop);
-    if (!r->memory || !r->floats || !r->own || !r->next || !r->choice || !r->tokens || !r->hop) {
+    if (!r->memory || !r->floats || !r->own || !r->choice || !r->tokens) {
         char text[INFER_WHY];
         snprintf(text, sizeof text, "no memory for %.1f MiB of cache and %.1f MiB beside it on a "
                  "rank", (double)m->layers * 2 * (double)r->k_bytes / 1048576,
@@ -622,18 +707,16 @@ static inline ra_status infer_on_rank(ra_world *world, int rank, void *user) {
 }
 
 /* -------------------------------------------------------------------------- everything */
-static inline int32_t infer_lanes(int32_t ranks) { return ranks <= 8 ? 8 : INFER_RANKS; }
-
 static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t count) {
     const model *m = e->m;
     infer_options *o = &e->o;
     char *why = e->result->why;
     if (!o->ranks) o->ranks = 1;
     if (!o->cache_dtype) o->cache_dtype = RA_F32;
-    e->lanes = infer_lanes(o->ranks);
+    if (!o->lanes) o->lanes = INFER_LANES;
     e->attend_threads = e->apart || o->ranks < 1 ? o->threads : o->threads / o->ranks;
     if (e->attend_threads < 1) e->attend_threads = 1;
-    if (!o->chunk) o->chunk = 16 * e->lanes;
+    if (!o->chunk) o->chunk = 16 * o->lanes;
     for (int64_t i = 0; i < count; i++)
         if (prompt[i] < 0 || prompt[i] >= m->vocabulary)
             return gguf_refuse(why, "token %lld of the prompt is %ld; the model has 0 to %lld",
@@ -641,6 +724,9 @@ static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t 
     if (count < 1) return gguf_refuse(why, "the prompt has no token");
     if (o->ranks < 1 || o->ranks > INFER_RANKS)
         return gguf_refuse(why, "%ld ranks; 1 to 64 are possible", (long)o->ranks);
+    if (o->lanes < o->ranks || o->lanes > 1024)
+        return gguf_refuse(why, "%ld lanes for %ld ranks; as many lanes as ranks, up to 1024, are "
+                           "possible", (long)o->lanes, (long)o->ranks);
     if (o->predict < 0 || o->predict > INT32_MAX || o->chunk < 1 || o->context < 0)
         return gguf_refuse(why, "%lld tokens to generate, chunks of %lld and a context of %lld are "
                            "not possible", (long long)o->predict, (long long)o->chunk,
@@ -654,7 +740,8 @@ static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t 
         return gguf_refuse(why, "a prompt of %lld tokens in a context of %lld; the model was made "
                            "for at most %lld", (long long)count, (long long)o->context,
                            (long long)m->context);
-    if (o->predict > o->context - count) o->predict = o->context - count;
+    e->full = o->predict > o->context - count;
+    if (e->full) o->predict = o->context - count;
     if (o->chunk > o->context) o->chunk = o->context;
     if (o->speculate < 1) o->speculate = 1;
     if (o->speculate > o->chunk) o->speculate = (int32_t)o->chunk;
@@ -667,7 +754,8 @@ static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t 
 /* The longest message of a run: the partial results of a chunk from all lanes. Longer messages of
  * keys are not sent. */
 static inline size_t infer_message_bytes(const model *m, const infer_options *o, int64_t prompt) {
-    const int64_t lanes = infer_lanes(o->ranks), chunk = o->chunk ? o->chunk : 16 * lanes;
+    const int64_t lanes = o->lanes ? o->lanes : INFER_LANES;
+    const int64_t chunk = o->chunk ? o->chunk : 16 * lanes;
     const int64_t context = o->context ? o->context : prompt + o->predict;
     const int64_t rows = chunk < context ? chunk : context;
     return 65536 + (size_t)(rows * lanes) * (size_t)m->heads * (size_t)(m->dim + 2) * 4;

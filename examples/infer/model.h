@@ -12,7 +12,7 @@
 typedef struct model_layer {
     const float *attention_norm, *feed_norm;           /* [hidden] */
     const float *q_norm, *k_norm;                      /* [dim] or null */
-    const float *attention_after, *feed_after;         /* [hidden] or null: norms of what is added */
+    const float *attention_after, *feed_after;         /* [hidden] or null, of what is added */
     const float *q_bias, *k_bias, *v_bias, *o_bias;    /* or null */
     matrix q, k, v, o, gate, up, down;
 } model_layer;
@@ -35,9 +35,17 @@ typedef struct model {
     const float *output_norm;
     model_layer *layer;
     float *vectors;                    /* what the pointers to vectors point to */
+    const gguf *file;
     char name[32];                     /* the architecture */
     char unknown[200];                 /* keys with commas between them */
 } model;
+
+/* FNV-1a, continued from h. */
+static inline uint64_t infer_hash(uint64_t h, const void *data, size_t n) {
+    const uint8_t *p = (const uint8_t *)data;
+    for (size_t i = 0; i < n; i++) h = (h ^ p[i]) * 1099511628211u;
+    return h;
+}
 
 /* 1: the layer sees only the window. */
 static inline int model_windowed(const model *m, int32_t layer) {
@@ -98,7 +106,8 @@ static inline int model_integer(const model_reader *r, const char *key, int64_t 
  * in * is all that begin so. */
 static const struct { const char *key; char use; double without; } model_keys[] = {
     { "general.architecture", '+', 0 }, { "general.alignment", '+', 0 },
-    { "general.name", '-', 0 }, { "general.basename", '-', 0 }, { "general.author", '-', 0 },
+    { "general.type", '-', 0 }, { "general.name", '-', 0 }, { "general.basename", '-', 0 },
+    { "general.author", '-', 0 },
     { "general.version", '-', 0 }, { "general.organization", '-', 0 },
     { "general.finetune", '-', 0 }, { "general.description", '-', 0 },
     { "general.quantized_by", '-', 0 }, { "general.size_label", '-', 0 },
@@ -264,8 +273,8 @@ static inline int model_read_layer(model_reader *r, int32_t i) {
            model_matrix(r, i, "ffn_down.weight", m->feed, m->hidden, &l->down);
 }
 
-/* YaRN divides slow frequencies by the factor, keeps fast ones, and mixes those between: pairs whose
- * number of turns in the original context is from beta_fast down to beta_slow. */
+/* YaRN divides slow frequencies by the factor, keeps fast ones, and mixes those between, whose turns
+ * in the original context are from beta_fast down to beta_slow. */
 static inline double model_yarn_kept(const model_rope *y, int32_t dims, double base, int32_t pair) {
     const double unit = dims / (2 * log(base)), full = 6.283185307179586;
     double low = floor(unit * log(y->original / (y->fast * full)));
@@ -382,7 +391,8 @@ static inline int model_read_rope(model_reader *r) {
 /* What families do with scores, logits and windows. */
 static inline int model_read_attention(model_reader *r) {
     model *m = r->m;
-    const int gemma2 = m->gelu && m->pattern == 2, wide = m->gelu && m->layers == (gemma2 ? 46 : 62);
+    const int gemma2 = m->gelu && m->pattern == 2;
+    const int wide = m->gelu && m->layers == (gemma2 ? 46 : 62);
     double scale, softcap, logit_softcap;
     int64_t pattern;
     const double usual = wide ? 1 / sqrt((double)m->hidden / m->heads) : 0;
@@ -453,7 +463,7 @@ static inline int model_open(model *m, const gguf *g, char why[INFER_WHY]) {
     int ok = 0;
     memset(m, 0, sizeof *m);
     memset(&r, 0, sizeof r);
-    r.g = g;
+    r.g = m->file = g;
     r.m = m;
     r.why = why;
     gguf_show(text, m->name, sizeof m->name);
@@ -469,6 +479,32 @@ static inline int model_open(model *m, const gguf *g, char why[INFER_WHY]) {
     ok = ok && model_check_keys(&r) && model_read_values(&r) && model_read_tensors(&r);
     if (!ok) model_close(m);
     return ok;
+}
+
+/* A hash of the architecture's values, of the names, sizes and types of all tensors, and of bytes
+ * at 8 places of each: it differs between models of the same shape. */
+static inline uint64_t model_hash(const model *m) {
+    const gguf *g = m->file;
+    uint64_t h = 14695981039346656037u;
+    for (int64_t i = 0; i < g->value_count; i++) {
+        const gguf_value *v = &g->values[i];
+        const size_t n = strlen(m->name);
+        if (v->key.size <= n || memcmp(v->key.data, m->name, n)) continue;
+        h = infer_hash(h, v->key.data, v->key.size);
+        h = infer_hash(h, v->data, (size_t)(gguf_type_bytes(v->type) * v->count));
+    }
+    for (int64_t i = 0; i < g->tensor_count; i++) {
+        const gguf_tensor *t = &g->tensors[i];
+        const uint64_t bytes = t->data ? gguf_row_bytes(t->dtype, (int64_t)gguf_elements(t)) : 0;
+        h = infer_hash(h, t->name.data, t->name.size);
+        h = infer_hash(h, t->size, (size_t)t->dims * sizeof *t->size);
+        h = infer_hash(h, &t->type, sizeof t->type);
+        for (uint64_t k = 0; k < 8 && bytes; k++) {
+            const uint64_t at = bytes / 8 * k;
+            h = infer_hash(h, t->data + at, (size_t)(bytes - at < 64 ? bytes - at : 64));
+        }
+    }
+    return h;
 }
 
 #endif

@@ -18,6 +18,11 @@ SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3,
 LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                    original_max_position_embeddings=128, rope_theta=500000.0)
 
+YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=256,
+                 rope_theta=10000.0)
+GEMMA = dict(head_dim=32, sliding_window=50, num_hidden_layers=7, query_pre_attn_scalar=32,
+             hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True)
+
 # name: family, changes of the shape, type of the matrices in the file
 MODELS = {
     "llama": ("Llama", {}, "F32"),
@@ -25,6 +30,9 @@ MODELS = {
     "llama-rope3": ("Llama", dict(rope_parameters=LLAMA3_ROPE), "F32"),
     "llama-linear": ("Llama", dict(rope_parameters=dict(
         rope_type="linear", factor=4.0, rope_theta=10000.0)), "F32"),
+    "llama-yarn": ("Llama", dict(rope_parameters=YARN_ROPE), "F32"),
+    "llama-q4_0": ("Llama", {}, "Q4_0"),
+    "llama-q5_1": ("Llama", {}, "Q5_1"),
     "llama-bf16": ("Llama", {}, "BF16"),
     "llama-f16": ("Llama", {}, "F16"),
     "llama-q8": ("Llama", {}, "Q8_0"),
@@ -34,6 +42,9 @@ MODELS = {
     "qwen2-window": ("Qwen2", dict(use_sliding_window=True, sliding_window=37,
                                    max_window_layers=0, tie_word_embeddings=True), "F32"),
     "qwen3": ("Qwen3", dict(head_dim=32), "F32"),
+    "gemma2": ("Gemma2", dict(GEMMA, final_logit_softcapping=30.0, attn_logit_softcapping=50.0),
+               "F32"),
+    "gemma3": ("Gemma3Text", GEMMA, "F32"),
 }
 
 
@@ -42,13 +53,15 @@ def random_model(name, words):
     family, changes, _ = MODELS[name]
     config = getattr(transformers, family + "Config")(**{**SHAPE, **changes, "vocab_size": words})
     torch.manual_seed(len(name) * 1000 + sum(name.encode()))
-    model = getattr(transformers, family + "ForCausalLM")(config).float().eval()
+    model = getattr(transformers, family.replace("Text", "") + "ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for key, p in model.named_parameters():
             if p.dim() == 2:
                 p.normal_(0, 1.4 / p.shape[1] ** 0.5)
             elif "norm" in key:
                 p.uniform_(0.7, 1.5)
+                if "Gemma" in family:
+                    p.sub_(1)          # Gemma multiplies by 1 + p, and the file has 1 + p
             else:
                 p.normal_(0, 0.3)
     return model, config
@@ -80,7 +93,13 @@ NAMES = {
 }
 
 
-def file_name(key):
+def file_name(key, arch):
+    if arch.startswith("gemma") and "layernorm" in key:
+        for old, new in (("pre_feedforward_layernorm", "ffn_norm"),
+                         ("post_feedforward_layernorm", "post_ffw_norm"),
+                         ("post_attention_layernorm", "post_attention_norm")):
+            if old in key:
+                return f"blk.{key.split('.')[2]}.{new}.weight"
     if not key.startswith("model.layers."):
         return NAMES[key]
     layer, _, rest = key[len("model.layers."):].partition(".")
@@ -92,6 +111,7 @@ def write_values(out, config, arch, window):
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
     out.add_block_count(config.num_hidden_layers)
     out.add_context_length(config.max_position_embeddings)
     out.add_embedding_length(config.hidden_size)
@@ -105,6 +125,10 @@ def write_values(out, config, arch, window):
     out.add_rope_freq_base(rope["rope_theta"])
     if window:
         out.add_sliding_window(window)
+    if rope.get("rope_type") == "yarn":
+        out.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        out.add_rope_scaling_factor(rope["factor"])
+        out.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope.get("rope_type") == "linear":
         out.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         out.add_rope_scaling_factor(rope["factor"])
@@ -126,7 +150,7 @@ def make(name, folder, vocabulary=None):
     fields = gguf.GGUFReader(vocabulary).fields if vocabulary else {}
     words = len(fields["tokenizer.ggml.tokens"].data) if fields else VOCABULARY
     model, config = random_model(name, words)
-    arch = "llama" if family in ("Llama", "Mistral") else family.lower()
+    arch = "llama" if family in ("Llama", "Mistral") else family.lower().replace("text", "")
     path = os.path.join(folder, name + ".gguf")
     out = gguf.GGUFWriter(path, arch)
     write_values(out, config, arch, changes.get("sliding_window"))
@@ -141,12 +165,14 @@ def make(name, folder, vocabulary=None):
             if p.dim() == 2:
                 stored, exact = rounded(weight, kind)
                 p.copy_(torch.from_numpy(np.ascontiguousarray(exact)))
+            if "gemma" in arch and p.dim() == 1:
+                stored = weight + 1
             if arch == "llama" and ("q_proj" in key or "k_proj" in key):
                 heads = (config.num_attention_heads if "q_proj" in key
                          else config.num_key_value_heads)
                 stored = interleaved(stored, heads)
             raw = gguf.GGMLQuantizationType[kind] if p.dim() == 2 and kind != "F32" else None
-            out.add_tensor(file_name(key), np.ascontiguousarray(stored), raw_dtype=raw)
+            out.add_tensor(file_name(key, arch), np.ascontiguousarray(stored), raw_dtype=raw)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
