@@ -34,6 +34,8 @@
 static const char usage[] =
     "ring_infer MODEL.gguf [options]\n"
     "  --prompt TEXT     what the model continues; or --file FILE; or --tokens 1,2,3\n"
+    "  --chat FORMAT     the prompt is a user's turn, in chatml, llama3, mistral or gemma\n"
+    "  --no-special      <|tokens|> written in the prompt are plain text\n"
     "  --predict N       tokens to generate at most (64)\n"
     "  --ranks P         ranks that split the cache (1)\n"
     "  --lanes L         parts of the cache, at least as many as ranks (16): the text is the same\n"
@@ -57,7 +59,8 @@ enum { AT_BYTES = 4096 };               /* of the list of --at, with its end */
 
 typedef struct program {
     const char *path, *prompt, *file, *tokens, *logits, *at;
-    int ids, shm, mpi;
+    const char *chat;
+    int ids, shm, mpi, no_special;
     int32_t rank;                      /* of this process, -1: all of them are here */
     infer_options o;
     FILE *logits_file;
@@ -124,7 +127,7 @@ static int option(program *p, const char *name, const char *s) {
     int64_t seed = 0;
     const struct { const char *name, **to; } texts[] = {
         { "--prompt", &p->prompt }, { "--file", &p->file }, { "--tokens", &p->tokens },
-        { "--logits", &p->logits }, { "--at", &p->at } };
+        { "--logits", &p->logits }, { "--at", &p->at }, { "--chat", &p->chat } };
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         if (strcmp(name, texts[i].name)) continue;
         *texts[i].to = s;
@@ -177,6 +180,7 @@ static int arguments(program *p, int argc, char **argv) {
     for (int i = 2; i < argc; i++) {
         if (!strcmp(argv[i], "--ids")) p->ids = 1;
         else if (!strcmp(argv[i], "--count-tokens")) p->count = 1;
+        else if (!strcmp(argv[i], "--no-special")) p->no_special = 1;
         else if (!strcmp(argv[i], "--shm")) p->shm = 1;
         else if (!option(p, argv[i], argv[i + 1])) return 0;
         else i++;
@@ -227,27 +231,74 @@ static int read_ids(program *p) {
     }
 }
 
+/* What a format of chats has before and after a user's turn. */
+typedef struct chat { const char *name, *before, *after; } chat;
+
+static const chat chats[] = {
+    { "none", "", "" },
+    { "chatml", "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n" },
+    { "llama3", "<|start_header_id|>user<|end_header_id|>\n\n",
+      "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n" },
+    { "mistral", "[INST] ", " [/INST]" },
+    { "gemma", "<start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n" } };
+
+static const chat *chat_of(const program *p) {
+    for (size_t i = 0; i < sizeof chats / sizeof *chats; i++)
+        if (!strcmp(p->chat ? p->chat : "none", chats[i].name)) return &chats[i];
+    (void)refuse("--chat", "chatml, llama3, mistral or gemma");
+    return NULL;
+}
+
+/* Tokens of the text, between those of the chat's format, whose control tokens always count. */
+static int tokenize_turn(program *p, const chat *c, const char *text, size_t n) {
+    const int add_bos = p->t.add_bos, add_space = p->t.add_space;
+    int ok;
+    if (p->chat) {
+        p->t.no_special = 0;
+        if (!tokenize(&p->t, c->before, strlen(c->before), &p->in)) return 0;
+        p->t.no_special = p->no_special;
+        p->t.add_bos = p->t.add_space = 0;
+    }
+    ok = tokenize(&p->t, text, n, &p->in);
+    p->t.no_special = 0;
+    if (p->chat) ok = ok && tokenize(&p->t, c->after, strlen(c->after), &p->in);
+    p->t.add_bos = add_bos;
+    p->t.add_space = add_space;
+    return ok;
+}
+
+/* Why a text has no tokens. */
+static int lacks_byte(const program *p, const char *text, size_t n) {
+    char why[96];
+    for (size_t i = 0; i < n && p->t.unknown < 0; i++) {
+        if (p->t.byte[(uint8_t)text[i]] >= 0) continue;
+        snprintf(why, sizeof why, "the vocabulary has no token for byte %u of the prompt, 0x%02X",
+                 (unsigned)i, (unsigned)(uint8_t)text[i]);
+        return refuse(p->path, why);
+    }
+    return refuse(p->path, "no memory for the tokens of the prompt");
+}
+
 static int read_text(program *p) {
     const char *text = p->prompt;
     size_t n = text ? strlen(text) : 0;
+    const chat *c = chat_of(p);
     int ok;
+    if (!c) return 0;
     if (p->file) {
         text = (const char *)map(p->file, &n);
         if (!text) return 0;
     }
-    ok = tokenize(&p->t, text, n, &p->in);
+    ok = tokenize_turn(p, c, text, n);
+    if (!ok) (void)lacks_byte(p, text, n);
     if (p->file) munmap((void *)(uintptr_t)text, n);
-    return ok ? 1 : refuse(p->path, "no memory, or the vocabulary lacks a byte of the prompt");
+    return ok;
 }
 
 static int is_stop(const program *p, int32_t id) {
     for (int32_t i = 0; i < p->o.stops; i++)
         if (p->o.stop[i] == id) return 1;
     return 0;
-}
-
-static void add_stop(program *p, int32_t id) {
-    if (id >= 0 && p->o.stops < INFER_STOPS) p->o.stop[p->o.stops++] = id;
 }
 
 static int open_file(const char *path, gguf *g, gguf_split *split) {
@@ -297,8 +348,9 @@ static int open_model(program *p) {
         fprintf(stderr, "ring_infer: %s: %s; --tokens with --ids needs none\n", p->path, why);
         return 0;
     }
-    add_stop(p, p->t.eos);
-    add_stop(p, p->t.eot);
+    p->t.no_special = p->no_special;
+    for (int32_t i = 0; i < p->t.count; i++)
+        if (token_ends(&p->t, i) && p->o.stops < INFER_STOPS) p->o.stop[p->o.stops++] = i;
     return p->tokens ? read_ids(p) : read_text(p);
 }
 

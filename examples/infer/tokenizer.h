@@ -1,5 +1,5 @@
-/* Text to tokens and back, by the vocabulary in a GGUF file: byte-level BPE ("gpt2", with the word
- * rules of GPT-2, Llama 3 and Qwen 2) and SentencePiece ("llama"; characters without a token become
+/* Text to tokens and back, by the vocabulary in a GGUF file: byte-level BPE ("gpt2", with the rules
+ * for words in word_rules below) and SentencePiece ("llama"; characters without a token become
  * tokens of their bytes). Both join two neighbours at a time, the best two first: for BPE those of
  * the lowest merge, for SentencePiece those whose result has the highest score. */
 #if !defined(INFER_TOKENIZER_H)
@@ -9,7 +9,6 @@
 #include "unicode.h"
 
 enum { TOKENIZER_NONE, TOKENIZER_BPE, TOKENIZER_SPM };
-enum { WORDS_GPT2, WORDS_LLAMA3, WORDS_QWEN2 };
 enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE };
 
 typedef struct token_ids { int32_t *data; int64_t count, room; } token_ids;
@@ -17,7 +16,8 @@ typedef struct token_ids { int32_t *data; int64_t count, room; } token_ids;
 typedef struct token_merge { int32_t left, right, rank, result; } token_merge;
 
 typedef struct tokenizer {
-    int kind, words;                   /* TOKENIZER_*, WORDS_* */
+    int kind;                          /* TOKENIZER_* */
+    const struct word_rule *words;     /* BPE */
     int32_t count;
     gguf_text *text;                   /* [count] */
     float *score;                      /* [count] SPM */
@@ -29,8 +29,9 @@ typedef struct tokenizer {
     int32_t *special;                  /* tokens that a text may contain literally */
     int32_t specials;
     uint8_t special_first[256];        /* 1: a special token begins with this byte */
-    int32_t bos, eos, eot, unknown;    /* -1: none */
+    int32_t bos, eos, eot, eom, unknown;       /* -1: none */
     int add_bos, add_space;
+    int no_special;                    /* 1: control tokens written in a text are plain text */
 } tokenizer;
 
 static inline int token_append(token_ids *ids, int32_t id) {
@@ -197,9 +198,208 @@ static inline size_t word_end_llama3(letters t, size_t i, int digits) {
     return word_blank(t, i, 1);
 }
 
-static inline size_t word_end(const tokenizer *t, letters s, size_t i) {
-    if (t->words == WORDS_GPT2) return word_end_gpt2(s, i);
-    return word_end_llama3(s, i, t->words == WORDS_LLAMA3 ? 3 : 1);
+/* [^\r\n\p{L}\p{N}]? and then the characters of a word, which begin where a letter may begin. */
+static inline size_t word_prefix(letters t, size_t i) {
+    size_t next;
+    const int kind = char_kind(t, i, &next);
+    return kind == IS_SPACE || kind == IS_OTHER ? next : i;
+}
+
+/* What follows words in the rules below: numbers, signs with newlines after them (`slash`: also /),
+ * blanks. `marks`: marks are no signs. */
+static inline size_t word_rest(letters t, size_t i, int digits, int slash, int marks) {
+    size_t next;
+    uint32_t c;
+    if (char_kind(t, i, &next) == IS_NUMBER) return char_run(t, i, IS_NUMBER, digits);
+    const size_t from = t.s[i] == ' ' ? next : i;
+    size_t end = from;
+    while (char_kind(t, end, &next) == IS_OTHER) {
+        (void)utf8_read(t.s + end, t.n - end, &c);
+        if (marks && unicode_mark(c)) break;
+        end = next;
+    }
+    if (end == from) return word_blank(t, i, 1);
+    while (char_kind(t, end, &next) == IS_NEWLINE || (slash && end < t.n && t.s[end] == '/'))
+        end = next;
+    return end;
+}
+
+enum { CASE_NONE, CASE_CAPITAL, CASE_SMALL, CASE_BOTH };   /* BOTH: other letters, and marks */
+
+static inline int char_case(letters t, size_t i, size_t *next) {
+    uint32_t c;
+    *next = i;
+    if (i >= t.n) return CASE_NONE;
+    *next = i + (size_t)utf8_read(t.s + i, t.n - i, &c);
+    return unicode_capital(c) ? CASE_CAPITAL : unicode_small(c) ? CASE_SMALL
+         : unicode_letter(c) || unicode_mark(c) ? CASE_BOTH : CASE_NONE;
+}
+
+/* The end of letters and marks. */
+static inline size_t word_letters(letters t, size_t i) {
+    for (size_t next; char_case(t, i, &next) != CASE_NONE; i = next) {}
+    return i;
+}
+
+/* \p{N} alone, and words of letters and marks. */
+static inline size_t word_end_marks(letters t, size_t i) {
+    size_t end = word_contraction(t, i, 1), from = word_prefix(t, i);
+    if (end > i) return end;
+    end = word_letters(t, from);
+    if (end > from) return end;
+    end = word_letters(t, i);
+    return end > i ? end : word_rest(t, i, 1, 0, 1);
+}
+
+/* Capitals, then small letters, at least one of these if `small`. Letters without case are both.
+ * Returns i if there are none. */
+static inline size_t word_cased(letters t, size_t i, int small) {
+    size_t end = i, next, both = i;
+    int kind, any = 0;
+    while ((kind = char_case(t, end, &next)) == CASE_CAPITAL || kind == CASE_BOTH) {
+        if (kind == CASE_BOTH) both = next;
+        end = next;
+    }
+    for (; (kind = char_case(t, end, &next)) == CASE_SMALL || (any && kind == CASE_BOTH); end = next)
+        any = 1;
+    return any || !small ? end : both;
+}
+
+/* Words change from small to capital letters. */
+static inline size_t word_end_cased(letters t, size_t i, int digits, int contractions) {
+    const size_t from[2] = { word_prefix(t, i), i };
+    for (int k = 0; k < 4; k++) {
+        const size_t end = word_cased(t, from[k % 2], k < 2);
+        if (end > from[k % 2])
+            return contractions && end < t.n ? word_contraction(t, end, 1) : end;
+    }
+    return word_rest(t, i, digits, 1, 0);
+}
+
+static inline int char_sign(letters t, size_t i, size_t *next) {
+    uint32_t c;
+    *next = i;
+    if (i >= t.n) return 0;
+    *next = i + (size_t)utf8_read(t.s + i, t.n - i, &c);
+    return unicode_sign(c);
+}
+
+/* A sign of ASCII and letters of ASCII; letters and marks after anything that is no sign; signs.
+ * Returns i if none of these begins here. */
+static inline size_t word_match_deepseek(letters t, size_t i) {
+    size_t end, next, from;
+    const int sign = char_sign(t, i, &next), kind = char_kind(t, i, &from);
+    for (end = i + 1; sign && (uint8_t)t.s[i] < 128 && end < t.n &&
+                      ((t.s[end] | 32) >= 'a' && (t.s[end] | 32) <= 'z'); end++) {}
+    if (end > i + 1) return end;
+    from = sign || kind == IS_LETTER || kind == IS_NEWLINE ? i : next;
+    end = word_letters(t, from);
+    if (end == from) end = word_letters(t, from = i);
+    if (end > from) return end;
+    for (from = end = t.s[i] == ' ' ? i + 1 : i; char_sign(t, end, &next); end = next) {}
+    if (end > from) return char_run(t, end, IS_NEWLINE, INT64_MAX);
+    return kind == IS_SPACE || kind == IS_NEWLINE ? word_blank(t, i, 1) : i;
+}
+
+/* What matches nothing is one word. */
+static inline size_t word_end_deepseek(letters t, size_t i) {
+    size_t next = i, end = word_match_deepseek(t, i);
+    while (end == next && next < t.n) {
+        (void)char_kind(t, next, &next);
+        end = next < t.n ? word_match_deepseek(t, next) : next;
+        if (end > next) return next;
+    }
+    return end;
+}
+
+/* A text is cut in stages, each of which cuts the pieces of the one before it. A stage finds words
+ * at every place of a piece, or runs of characters of a class: then what is between them is a piece
+ * too. */
+enum { STAGE_NONE, STAGE_GPT2, STAGE_LLAMA3, STAGE_MARKS, STAGE_CASED, STAGE_CASED_ENDS,
+       STAGE_DEEPSEEK, STAGE_CLASSES, CLASS_NUMBER, CLASS_DIGIT, CLASS_NEWLINE, CLASS_LETTER,
+       CLASS_PUNCTUATION, CLASS_SIGN, CLASS_KANA, CLASS_CJK };
+
+typedef struct word_stage { uint8_t kind, least, most, blank; } word_stage;    /* most 0: any */
+
+typedef struct word_rule {
+    const char *names;                 /* with a blank on each side */
+    int whole, add_bos;                /* whole: a word that is a token is not joined from pairs */
+    word_stage stage[6];
+} word_rule;
+
+static const word_rule word_rules[] = {
+    { " gpt-2 phi-2 mpt olmo jais jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum "
+      "modern-bert trillion granite-docling exaone4 ", 0, 0, { { STAGE_GPT2, 0, 0, 0 } } },
+    { " llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano ", 1, 1,
+      { { STAGE_LLAMA3, 0, 3, 0 } } },
+    { " smaug-bpe dbrx ", 0, 0, { { STAGE_LLAMA3, 0, 3, 0 } } },
+    { " qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open ", 0, 0,
+      { { STAGE_LLAMA3, 0, 1, 0 } } },
+    { " qwen35 ", 0, 0, { { STAGE_MARKS, 0, 0, 0 } } },
+    { " tekken ", 1, 1, { { STAGE_CASED, 0, 1, 0 } } },
+    { " gpt-4o llama4 kanana2 talkie ", 0, 0, { { STAGE_CASED_ENDS, 0, 3, 0 } } },
+    { " smollm starcoder refact command-r codeshell exaone minerva-7b mellum2 ", 0, 0,
+      { { CLASS_NUMBER, 1, 1, 0 }, { STAGE_GPT2, 0, 0, 0 } } },
+    { " deepseek-v3 hunyuan-dense joyai-llm hy_v4 ", 0, 0,
+      { { CLASS_NUMBER, 1, 3, 0 }, { CLASS_KANA, 1, 0, 0 }, { STAGE_DEEPSEEK, 0, 0, 0 } } },
+    { " deepseek-coder ", 0, 0,
+      { { CLASS_NEWLINE, 1, 1, 0 }, { CLASS_LETTER, 1, 0, 1 }, { CLASS_PUNCTUATION, 1, 0, 1 },
+        { CLASS_CJK, 1, 0, 0 }, { CLASS_NUMBER, 1, 1, 0 } } },
+    { " falcon ", 0, 0,
+      { { CLASS_SIGN, 1, 0, '`' }, { STAGE_GPT2, 0, 0, 0 }, { CLASS_DIGIT, 3, 3, 0 } } },
+    { " default ", 0, 0,
+      { { CLASS_SIGN, 1, 0, 0 }, { STAGE_GPT2, 0, 0, 0 }, { CLASS_NUMBER, 1, 0, 0 },
+        { CLASS_DIGIT, 3, 3, 0 } } } };
+
+/* 1: the character at i is of the class of a stage. */
+static inline int stage_holds(letters t, size_t i, const word_stage *g, size_t *next) {
+    uint32_t c;
+    *next = i;
+    if (i >= t.n) return 0;
+    *next = i + (size_t)utf8_read(t.s + i, t.n - i, &c);
+    switch (g->kind) {
+    case CLASS_NUMBER: return unicode_number(c);
+    case CLASS_DIGIT: return c >= '0' && c <= '9';
+    case CLASS_NEWLINE: return c == '\r' || c == '\n';
+    case CLASS_LETTER: return unicode_letter(c);
+    case CLASS_PUNCTUATION: return unicode_punctuation(c);
+    case CLASS_SIGN: return unicode_punctuation(c) || (c < 128 && c && strchr("$+<=>^~|", (int)c)) ||
+                            (g->blank && c == g->blank);
+    case CLASS_KANA: return (c >= 0x4E00 && c <= 0x9FA5) || (c >= 0x3040 && c <= 0x30FF);
+    default: return (c >= 0x800 && c <= 0x9FA5) || (c >= 0xAC00 && c <= 0xD7FF);
+    }
+}
+
+/* The end of the run of a stage's class that begins at i, after a blank if the stage takes one; i:
+ * there is none. */
+static inline size_t stage_run(letters t, size_t i, const word_stage *g) {
+    size_t from = i, end, next;
+    const int kind = char_kind(t, i, &next);
+    int n = 0;
+    if (g->blank == 1 && (kind == IS_NEWLINE || kind == IS_SPACE)) from = next;
+    for (end = from; (!g->most || n < g->most) && stage_holds(t, end, g, &next); end = next) n++;
+    return n && n >= g->least ? end : i;
+}
+
+/* The end of the piece that begins at i. */
+static inline size_t stage_end(letters t, size_t i, const word_stage *g) {
+    size_t end, next;
+    switch (g->kind) {
+    case STAGE_GPT2: return word_end_gpt2(t, i);
+    case STAGE_LLAMA3: return word_end_llama3(t, i, g->most);
+    case STAGE_MARKS: return word_end_marks(t, i);
+    case STAGE_CASED: return word_end_cased(t, i, g->most, 0);
+    case STAGE_CASED_ENDS: return word_end_cased(t, i, g->most, 1);
+    case STAGE_DEEPSEEK: return word_end_deepseek(t, i);
+    default: break;
+    }
+    end = stage_run(t, i, g);
+    for (next = i; end == next && next < t.n;) {
+        (void)char_kind(t, next, &next);
+        end = next < t.n ? stage_run(t, next, g) : next;
+        if (end > next) return next;
+    }
+    return end;
 }
 
 /* -------------------------------------------------------------------------- joining pairs */
@@ -319,26 +519,38 @@ static inline int tokens_of_word(const tokenizer *t, const char *s, size_t n, to
     return ok;
 }
 
+/* The token that is the whole word, or -1. */
+static inline int32_t token_of_word(const tokenizer *t, const char *s, size_t n) {
+    char name[1024];
+    size_t at = 0;
+    if (!t->words->whole || n > sizeof name / 2) return -1;
+    for (size_t k = 0; k < n; k++)
+        at += (size_t)utf8_write(byte_character((uint8_t)s[k]), name + at);
+    return token_find(t, name, at);
+}
+
+/* A piece of a text, from a stage on. */
+static inline int tokens_of_stage(const tokenizer *t, letters all, const word_stage *stage,
+                                  token_ids *ids) {
+    if (stage->kind == STAGE_NONE) {
+        const int32_t id = token_of_word(t, all.s, all.n);
+        return id >= 0 ? token_append(ids, id) : tokens_of_word(t, all.s, all.n, ids);
+    }
+    for (size_t i = 0, end; i < all.n; i = end) {
+        letters part;
+        end = stage_end(all, i, stage);
+        part.s = all.s + i;
+        part.n = end - i;
+        if (!tokens_of_stage(t, part, stage + 1, ids)) return 0;
+    }
+    return 1;
+}
+
 static inline int tokens_of_bpe(const tokenizer *t, const char *s, size_t n, token_ids *ids) {
     letters all;
     all.s = s;
     all.n = n;
-    for (size_t i = 0, end; i < n; i = end) {
-        char name[1024];
-        size_t at = 0;
-        end = word_end(t, all, i);
-        if (t->words == WORDS_LLAMA3 && end - i <= sizeof name / 2) {  /* a whole word first */
-            for (size_t k = i; k < end; k++)
-                at += (size_t)utf8_write(byte_character((uint8_t)s[k]), name + at);
-            const int32_t id = token_find(t, name, at);
-            if (id >= 0) {
-                if (!token_append(ids, id)) return 0;
-                continue;
-            }
-        }
-        if (!tokens_of_word(t, s + i, end - i, ids)) return 0;
-    }
-    return 1;
+    return tokens_of_stage(t, all, t->words->stage, ids);
 }
 
 /* SentencePiece writes a blank as U+2581, and one before the text. */
@@ -363,6 +575,7 @@ static inline int32_t token_special(const tokenizer *t, const char *s, size_t n)
     if (!t->special_first[(uint8_t)s[0]]) return -1;
     for (int32_t i = 0; i < t->specials; i++) {
         const gguf_text x = t->text[t->special[i]];
+        if (t->no_special && t->type[t->special[i]] != TOKEN_USER) continue;
         if (x.size <= n && memcmp(x.data, s, x.size) == 0 &&
             (best < 0 || x.size > t->text[best].size))
             best = t->special[i];
@@ -458,12 +671,15 @@ static inline int tokenizer_texts(tokenizer *t, const gguf *g, char *why) {
         const double kind = type ? gguf_element(type, (uint64_t)i) : 0;
         t->text[i] = gguf_next_string(&p);
         t->score[i] = score ? (float)gguf_element(score, (uint64_t)i) : 0;
-        if (t->score[i] != t->score[i]) t->score[i] = -1e30f;
-        const int known = kind >= (double)TOKEN_NORMAL && kind <= (double)TOKEN_BYTE;
-        t->type[i] = (uint8_t)(known ? (int)kind : TOKEN_NORMAL);
+        if (t->score[i] != t->score[i] || !(kind >= 0 && kind <= (double)TOKEN_BYTE))
+            return gguf_refuse(why, "token %ld has the score %g and the type %g: not a number, or "
+                               "not 0 to 6", (long)i, (double)t->score[i], kind);
+        t->type[i] = (uint8_t)(kind > 0 ? (int)kind : TOKEN_NORMAL);
         const uint32_t at = token_slot(t, t->text[i].data, t->text[i].size);
         if (t->slot[at] < 0) t->slot[at] = i;
-        if ((t->type[i] != TOKEN_CONTROL && t->type[i] != TOKEN_USER) || !t->text[i].size) continue;
+        if ((t->type[i] != TOKEN_CONTROL && t->type[i] != TOKEN_USER &&
+             t->type[i] != TOKEN_UNKNOWN) || !t->text[i].size)
+            continue;
         t->special[t->specials++] = i;
         t->special_first[(uint8_t)t->text[i].data[0]] = 1;
     }
@@ -518,32 +734,69 @@ static inline void tokenizer_bytes(tokenizer *t) {
     }
 }
 
-/* The token whose number a value has, or -1. */
-static inline int32_t tokenizer_named(const tokenizer *t, const gguf *g, const char *key) {
+/* The token whose number a value has, or -1 if there is no such value. */
+static inline int tokenizer_named(const tokenizer *t, const gguf *g, const char *key, int32_t *out,
+                                  char *why) {
     const gguf_value *v = gguf_find(g, key);
-    if (!v || v->is_array || v->type == GGUF_STRING) return -1;
-    const double x = gguf_element(v, 0);
-    return x >= 0 && x < t->count ? (int32_t)x : -1;
+    const double x = v && !v->is_array && v->type != GGUF_STRING ? gguf_element(v, 0) : -1;
+    *out = x >= 0 && x < t->count ? (int32_t)x : -1;
+    if (!v || *out >= 0 || (v->type == GGUF_U32 && x >= 4294967295.0)) return 1;   /* -1: none */
+    return gguf_refuse(why, "%s is not the number of one of the %ld tokens", key, (long)t->count);
 }
 
-static inline int tokenizer_flag(const gguf *g, const char *key, int otherwise) {
+static inline int tokenizer_flag(const gguf *g, const char *key, int otherwise, int *out,
+                                 char *why) {
     const gguf_value *v = gguf_find(g, key);
-    return v && v->type == GGUF_BOOL && !v->is_array ? v->data[0] != 0 : otherwise;
+    *out = otherwise;
+    if (v && (v->type != GGUF_BOOL || v->is_array)) return gguf_refuse(why, "%s is no bool", key);
+    if (v) *out = v->data[0] != 0;
+    return 1;
+}
+
+static inline int tokenizer_choices(tokenizer *t, const gguf *g, char *why) {
+    const int spm = t->kind == TOKENIZER_SPM;
+    int ok = tokenizer_named(t, g, "tokenizer.ggml.bos_token_id", &t->bos, why) &&
+             tokenizer_named(t, g, "tokenizer.ggml.eos_token_id", &t->eos, why) &&
+             tokenizer_named(t, g, "tokenizer.ggml.eot_token_id", &t->eot, why) &&
+             tokenizer_named(t, g, "tokenizer.ggml.eom_token_id", &t->eom, why) &&
+             tokenizer_named(t, g, "tokenizer.ggml.unknown_token_id", &t->unknown, why) &&
+             tokenizer_flag(g, "tokenizer.ggml.add_bos_token", spm || t->words->add_bos,
+                            &t->add_bos, why) &&
+             tokenizer_flag(g, "tokenizer.ggml.add_space_prefix", 1, &t->add_space, why);
+    for (int32_t i = 0; ok && i < t->count && t->unknown < 0; i++)
+        if (t->type[i] == TOKEN_UNKNOWN) t->unknown = i;
+    return ok;
+}
+
+/* 1: the text ends with this token: one that the file names, or a control token whose text says
+ * that a turn or a text ends. */
+static inline int token_ends(const tokenizer *t, int32_t id) {
+    static const char *const ends[] = {
+        "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>",
+        "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "<end_of_utterance>",
+        "<\xEF\xBD\x9C" "end\xE2\x96\x81of\xE2\x96\x81sentence\xEF\xBD\x9C>" };
+    if (id == t->eos || id == t->eot || id == t->eom) return 1;
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++)
+        if ((t->type[id] == TOKEN_CONTROL || t->type[id] == TOKEN_USER) &&
+            gguf_is(t->text[id], ends[i]))
+            return 1;
+    return 0;
 }
 
 static inline int tokenizer_word_rule(tokenizer *t, const gguf *g, char *why) {
-    static const struct { const char *name; int words; } known[] = {
-        { "gpt-2", WORDS_GPT2 }, { "llama-bpe", WORDS_LLAMA3 }, { "llama3", WORDS_LLAMA3 },
-        { "llama-v3", WORDS_LLAMA3 }, { "qwen2", WORDS_QWEN2 } };
-    const gguf_text pre = gguf_text_of(gguf_find(g, "tokenizer.ggml.pre"));
-    char name[64] = "none";
-    if (pre.size) gguf_show(pre, name, sizeof name);
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
-        t->words = known[i].words;
-        if (gguf_is(pre, known[i].name)) return 1;
+    gguf_text pre = gguf_text_of(gguf_find(g, "tokenizer.ggml.pre"));
+    char name[64], padded[72];
+    if (!pre.size) {
+        pre.data = "default";
+        pre.size = 7;
     }
-    return gguf_refuse(why, "tokenizer.ggml.pre is '%s'; this engine knows gpt-2, llama-bpe and "
-                       "qwen2", name);
+    snprintf(padded, sizeof padded, " %s ", gguf_show(pre, name, sizeof name));
+    for (size_t i = 0; i < sizeof word_rules / sizeof *word_rules; i++) {
+        t->words = &word_rules[i];
+        if (!memchr(pre.data, ' ', pre.size) && strstr(word_rules[i].names, padded)) return 1;
+    }
+    return gguf_refuse(why, "tokenizer.ggml.pre is '%s', a rule for words that this engine does not "
+                       "have (tokenizer.h lists those it has)", name);
 }
 
 /* The tokenizer of a file, which must stay open. 0: see `why`; then there is nothing to close. */
@@ -561,21 +814,10 @@ static inline int tokenizer_open(tokenizer *t, const gguf *g, char why[INFER_WHY
     ok = tokenizer_texts(t, g, why);
     if (ok && t->kind == TOKENIZER_BPE)
         ok = tokenizer_word_rule(t, g, why) && tokenizer_merges(t, g, why);
-    if (!ok) {
-        tokenizer_close(t);
-        return 0;
-    }
-    tokenizer_bytes(t);
-    t->bos = tokenizer_named(t, g, "tokenizer.ggml.bos_token_id");
-    t->eos = tokenizer_named(t, g, "tokenizer.ggml.eos_token_id");
-    t->eot = tokenizer_named(t, g, "tokenizer.ggml.eot_token_id");
-    t->unknown = tokenizer_named(t, g, "tokenizer.ggml.unknown_token_id");
-    for (int32_t i = 0; i < t->count && t->unknown < 0; i++)
-        if (t->type[i] == TOKEN_UNKNOWN) t->unknown = i;
-    t->add_bos = tokenizer_flag(g, "tokenizer.ggml.add_bos_token",
-                                t->kind == TOKENIZER_SPM || t->words == WORDS_LLAMA3);
-    t->add_space = tokenizer_flag(g, "tokenizer.ggml.add_space_prefix", 1);
-    return 1;
+    if (ok) tokenizer_bytes(t);
+    if (ok && tokenizer_choices(t, g, why)) return 1;
+    tokenizer_close(t);
+    return 0;
 }
 
 #endif

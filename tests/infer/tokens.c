@@ -1,6 +1,6 @@
 /* Cuts texts into tokens by the vocabulary of a GGUF file. Each text on stdin is a line with its
  * length in bytes, then the bytes. Prints its tokens on one line, and on the next 1 if they give
- * the same text. */
+ * the same text. With a second argument, control tokens are plain text and none begins a text. */
 #define _POSIX_C_SOURCE 200809L
 #include "ringattn.h"
 #include "examples/infer/tokenizer.h"
@@ -40,6 +40,10 @@ int main(int argc, char **argv) {
     if (!data || !gguf_open(&g, data, bytes, why) || !tokenizer_open(&t, &g, why)) {
         printf("%s\n", why);
         return 1;
+    }
+    if (argc > 2) {
+        t.add_bos = 0;
+        t.no_special = 1;
     }
     while (scanf("%lu", &n) == 1) {
         token_ids ids = { NULL, 0, 0 };
