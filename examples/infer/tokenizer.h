@@ -260,8 +260,10 @@ static inline size_t word_cased(letters t, size_t i, int small) {
         if (kind == CASE_BOTH) both = next;
         end = next;
     }
-    for (; (kind = char_case(t, end, &next)) == CASE_SMALL || (any && kind == CASE_BOTH); end = next)
+    while ((kind = char_case(t, end, &next)) == CASE_SMALL || (any && kind == CASE_BOTH)) {
         any = 1;
+        end = next;
+    }
     return any || !small ? end : both;
 }
 
@@ -319,7 +321,11 @@ enum { STAGE_NONE, STAGE_GPT2, STAGE_LLAMA3, STAGE_MARKS, STAGE_CASED, STAGE_CAS
        STAGE_DEEPSEEK, STAGE_CLASSES, CLASS_NUMBER, CLASS_DIGIT, CLASS_NEWLINE, CLASS_LETTER,
        CLASS_PUNCTUATION, CLASS_SIGN, CLASS_KANA, CLASS_CJK };
 
-typedef struct word_stage { uint8_t kind, least, most, blank; } word_stage;    /* most 0: any */
+typedef struct word_stage {
+    uint8_t kind, least, most;         /* characters of a run, most 0: any; digits of a word */
+    uint8_t blank;                     /* 1: a blank before the run belongs to it. Of CLASS_SIGN: one
+                                        * character more */
+} word_stage;
 
 typedef struct word_rule {
     const char *names;                 /* with a blank on each side */
@@ -363,8 +369,9 @@ static inline int stage_holds(letters t, size_t i, const word_stage *g, size_t *
     case CLASS_NEWLINE: return c == '\r' || c == '\n';
     case CLASS_LETTER: return unicode_letter(c);
     case CLASS_PUNCTUATION: return unicode_punctuation(c);
-    case CLASS_SIGN: return unicode_punctuation(c) || (c < 128 && c && strchr("$+<=>^~|", (int)c)) ||
-                            (g->blank && c == g->blank);
+    case CLASS_SIGN:
+        return unicode_punctuation(c) || (g->blank && c == g->blank) ||
+               (c && c < 128 && strchr("$+<=>^~|", (int)c));
     case CLASS_KANA: return (c >= 0x4E00 && c <= 0x9FA5) || (c >= 0x3040 && c <= 0x30FF);
     default: return (c >= 0x800 && c <= 0x9FA5) || (c >= 0xAC00 && c <= 0xD7FF);
     }
@@ -795,8 +802,8 @@ static inline int tokenizer_word_rule(tokenizer *t, const gguf *g, char *why) {
         t->words = &word_rules[i];
         if (!memchr(pre.data, ' ', pre.size) && strstr(word_rules[i].names, padded)) return 1;
     }
-    return gguf_refuse(why, "tokenizer.ggml.pre is '%s', a rule for words that this engine does not "
-                       "have (tokenizer.h lists those it has)", name);
+    return gguf_refuse(why, "tokenizer.ggml.pre is '%s', a rule for words that this engine does "
+                       "not have (tokenizer.h lists those it has)", name);
 }
 
 /* The tokenizer of a file, which must stay open. 0: see `why`; then there is nothing to close. */

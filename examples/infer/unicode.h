@@ -1,6 +1,6 @@
 /* Which characters are letters, numbers, marks, capital or small letters, signs or punctuation: the
- * categories L, N, M, Lu and Lt, Ll, P and S, and P of Unicode 16, as pairs of "gap since the end of
- * the last range" and "length of this range, less one". */
+ * categories L, N, M, Lu and Lt, Ll, P and S, and P of Unicode 16. Tables are pairs of "gap since
+ * the end of the last range" and "length of this range, less one". */
 #if !defined(INFER_UNICODE_H)
 #define INFER_UNICODE_H
 

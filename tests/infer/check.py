@@ -1,26 +1,36 @@
 """Holds examples/ring_infer.c against the libraries that the models come from.
 
-    check.py RING_INFER TOKENS FOLDER [OVER_MPI...]
+    check.py RING_INFER TOKENS WIDEN FOLDER DOWNLOADS [OVER_MPI...]
 
-RING_INFER and TOKENS are the built programs, FOLDER is for models, each OVER_MPI is a command that
-starts three ranks. For every family: the logits of 512 tokens are those of transformers in f32 to
+RING_INFER, TOKENS and WIDEN are the built programs, FOLDER is for models, DOWNLOADS has packages
+with models (wheels) and with llama.cpp's vocabularies (a source archive), each OVER_MPI is a command
+that starts three ranks. For every family: the logits of 512 tokens are those of transformers in f32 to
 1e-4 for 1, 2, 3 and 5 ranks and chunks of 1, 7 and 128 tokens, and the tokens that follow are the
 same for all of them, with guesses and without, by threads and by processes over TCP, shared memory
 and MPI. For every kind of vocabulary: texts are cut into the tokens of tokenizers and
 sentencepiece, and a model that has it continues a text and a file with the text of the right tokens.
+Quantised blocks are widened to the bits of the gguf package. Models as packages ship them continue a
+prompt as an exact pass does.
 """
+import glob
 import os
 import socket
 import subprocess
 import sys
+import tarfile
+import zipfile
 
+import gguf
 import numpy as np
 
+import exact
 import make_models
 import make_vocabularies
 
 RANKS, CHUNKS, PREDICT = (1, 2, 3, 5), (1, 7, 128), 24
-counts = {"passed": 0, "failed": 0}
+WIDENED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+           "IQ4_XS", "MXFP4")
+counts = {"passed": 0, "failed": 0, "skipped": 0}
 
 
 def check(ok, what):
@@ -113,6 +123,109 @@ def check_refusals(program):
               f"{' '.join(options)}: {done.stderr.decode(errors='replace')}")
 
 
+def check_widening(program):
+    """Random blocks of every quantised type have the bits of the gguf package. NaNs are equal."""
+    for name in WIDENED:
+        kind = gguf.GGMLQuantizationType[name]
+        raw = np.random.default_rng(int(kind)).integers(
+            0, 256, (2000, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+        got = np.frombuffer(run([program, str(int(kind))], input=raw.tobytes()).stdout, np.float32)
+        with np.errstate(all="ignore"):
+            want = gguf.quants.dequantize(raw, kind).ravel()
+        same = len(got) == len(want) and (
+            (got.view(np.uint32) == want.view(np.uint32)) | np.isnan(got) & np.isnan(want)).all()
+        check(same, f"{name}: blocks are widened to other floats")
+
+
+def check_split(program, folder):
+    """A model in three files gives the text of one file; a part alone is refused."""
+    path, tokens, _ = make_models.make("qwen3", folder)
+    want = generate(program, path, tokens)
+    reader = gguf.GGUFReader(path)
+    parts = [f"{path[:-5]}-{i + 1:05d}-of-00003.gguf" for i in range(3)]
+    for i, part in enumerate(parts):
+        out = gguf.GGUFWriter(part, "qwen3")
+        for key, field in reader.fields.items() if i == 0 else ():
+            if "." in key and key != "general.architecture":
+                out.add_key_value(key, field.contents(), *field.types[:2])
+        out.add_uint16("split.no", i)
+        out.add_uint16("split.count", 3)
+        out.add_int32("split.tensors.count", len(reader.tensors))
+        for t in reader.tensors[i::3]:
+            out.add_tensor(t.name, t.data, raw_dtype=t.tensor_type)
+        make_vocabularies.end(out)
+    check(generate(program, parts[0], tokens) == want, "three files: other tokens follow")
+    done = run([program, parts[1], "--tokens", "1", "--ids"])
+    check(done.returncode == 1 and b"file 2 of 3" in done.stderr, "the second of three files")
+    os.remove(parts[2])
+    done = run([program, parts[0], "--tokens", "1", "--ids"])
+    check(done.returncode == 1 and b"00003-of-00003" in done.stderr, "a missing file")
+
+
+def check_ends(program, folder):
+    """Ranks that differ say so within seconds; a full disk and a full context have a status."""
+    path, _, _ = make_models.make("qwen3", folder)
+    start = [program, path, "--ids", "--tokens", "1,2,3", "--predict", "8"]
+    at = ",".join(free_ports(2))
+    other = subprocess.Popen(start + ["--at", at, "--rank", "1", "--seed", "2"],
+                             stderr=subprocess.PIPE)
+    done = run(start + ["--at", at, "--rank", "0"])
+    check(done.returncode == 1 and b"differs from rank 0 in the seed" in done.stderr and
+          b"differs from rank 1 in the seed" in other.communicate(timeout=30)[1] and
+          other.returncode == 1, f"ranks that differ: {done.stderr.decode()}")
+    check(run(start + ["--context", "6"]).returncode == 2, "a full context")
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(start, stdout=full, stderr=subprocess.PIPE, timeout=60)
+    check(done.returncode == 1 and b"cannot be written" in done.stderr, "a full disk")
+
+
+def unpack(downloads, folder):
+    """Files of the packages; models in parts are put together. Returns the folder's models."""
+    for wheel in glob.glob(os.path.join(downloads, "*.whl")):
+        with zipfile.ZipFile(wheel) as z:
+            z.extractall(folder, [n for n in z.namelist() if ".gguf" in n])
+    for archive in glob.glob(os.path.join(downloads, "*.tar.gz")):
+        with tarfile.open(archive) as t:
+            t.extractall(folder, [m for m in t if "/ggml-vocab-" in m.name], filter="data")
+    found = glob.glob(os.path.join(folder, "**", "*.gguf"), recursive=True)
+    parts = sorted(glob.glob(os.path.join(folder, "**", "*.gguf.part*"), recursive=True))
+    if parts:
+        whole = os.path.join(folder, os.path.basename(parts[0]).rsplit(".", 1)[0])
+        with open(whole, "wb") as out:
+            for part in parts:
+                with open(part, "rb") as f:
+                    out.write(f.read())
+        found.append(whole)
+    return [f for f in found if "ggml-vocab-" not in f]
+
+
+def check_packages(program, tokens, downloads, folder):
+    """Models of packages, unchanged: the likeliest tokens are those of an exact pass, on 3 ranks.
+    Vocabularies of llama.cpp: its test texts have the tokens that it expects."""
+    models = unpack(downloads, folder)
+    for path in models:
+        model = exact.Model(path)
+        prompt = np.random.default_rng(1).integers(5, 30000, 20).tolist()
+        follows = generate(program, path, prompt, "--ranks", "3") or []
+        best = model.logits(prompt + follows)[len(prompt) - 1:-1].argmax(-1).tolist()
+        check(len(follows) > 4 and best == follows, f"{path}: {follows}, exactly {best}")
+    vocabularies = glob.glob(os.path.join(folder, "**", "ggml-vocab-*.inp"), recursive=True)
+    held = 0
+    for path in sorted(vocabularies):
+        with open(path, encoding="utf-8") as f:
+            texts = f.read().split("\n__ggml_vocab_test__\n")
+        with open(path[:-3] + "out", encoding="utf-8") as f:
+            want = [line.split() for line in f.read().split("\n")]
+        stdin = b"".join(b"%d\n" % len(t.encode()) + t.encode() for t in texts)
+        done = run([tokens, path[:-4], "plain"], input=stdin)
+        got = [line.split() for line in done.stdout.decode().split("\n")[::2]]
+        held += done.returncode == 0
+        if done.returncode == 0:
+            check(got[:len(texts)] == want[:len(texts)], f"{path}: other tokens")
+    check(not vocabularies or held >= 13, f"only {held} vocabularies are read")
+    counts["skipped"] += (not models) + (not vocabularies)
+
+
 def check_vocabulary(program, name, path, encode):
     texts = make_vocabularies.texts()
     stdin = b"".join(b"%d\n" % len(t.encode()) + t.encode() for t in texts)
@@ -141,16 +254,20 @@ def check_text(program, name, vocabulary, encode, decode, folder):
 
 
 def main():
-    ring_infer, tokens, folder = sys.argv[1:4]
+    ring_infer, tokens, widen, folder, downloads = sys.argv[1:6]
     os.makedirs(folder, exist_ok=True)
+    check_widening(widen)
+    check_split(ring_infer, folder)
+    check_ends(ring_infer, folder)
+    check_packages(ring_infer, tokens, downloads, os.path.join(folder, "packages"))
     for name, (path, encode, decode) in make_vocabularies.make_all(folder).items():
         check_vocabulary(tokens, name, path, encode)
         check_text(ring_infer, name, path, encode, decode, folder)
     for name in make_models.MODELS:
         check_model(ring_infer, name, folder)
-    check_processes(ring_infer, folder, sys.argv[4:])
+    check_processes(ring_infer, folder, sys.argv[6:])
     check_refusals(ring_infer)
-    print(f"{counts['passed']} passed, {counts['failed']} failed")
+    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
     return counts["failed"] > 0
 
 

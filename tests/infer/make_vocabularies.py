@@ -10,16 +10,31 @@ import tokenizers
 HERE = os.path.dirname(os.path.abspath(__file__))
 CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+NO_WORD = r"[^\r\n\p{L}\p{N}]?"
+SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 WORDS = {
-    "gpt-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "llama-bpe": CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST,
-    "qwen2": CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST,
+    "gpt-2": [GPT2],
+    "llama-bpe": [CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST],
+    "qwen2": [CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST],
+    "qwen35": [CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+               r"|\s*[\r\n]+|\s+(?!\S)|\s+"],
+    "smollm": [r"\p{N}", GPT2],
+    "tekken": [f"{NO_WORD}[{UPPER}]*[{LOWER}]+|{NO_WORD}[{UPPER}]+[{LOWER}]*|\\p{{N}}" + SLASH],
+    "gpt-4o": [f"{NO_WORD}[{UPPER}]*[{LOWER}]+{CONTRACTION}?|{NO_WORD}[{UPPER}]+[{LOWER}]*"
+               f"{CONTRACTION}?|\\p{{N}}{{1,3}}" + SLASH],
+    "deepseek-v3": [r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+                    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?"
+                    r"[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"],
 }
 SPECIAL = ["<|begin|>", "<|end|>", "<|end|>!"]
 SNIPPETS = ["it's", "I'LL", "we'Ve", "'", " ", "  ", "   ", "\n", "\n\n", " \n ", "\t", "\r\n", "1",
             "12", "12345", "naïve", "Straße", "Привет мир", "你好世界", "٣٤٥", "é", "e\u0301", "👍🏽",
             "\u00a0", "\u2003", "\u3000", "a", "the", "ring", "...", "!?\n", "{", "}", "->", "_x",
-            "Ⅷ", "½", "नमस्ते", "<|end|>", "<|begin|>", "<|en", "0x1p-3", ",", " the", " 7"]
+            "Ⅷ", "½", "नमस्ते", "<|end|>", "<|begin|>", "<|en", "0x1p-3", ",", " the", " 7",
+            "HELLOworld", "McDonald's", "漢A", "ÄÖü", "क्षि", "\u0301", "\u0001", "\n/", "/",
+            "ǅa", ".Net", "カナ", "€uro", "A", "ʰ", " _"]
 
 
 def corpus():
@@ -52,9 +67,9 @@ def end(out):
 def make_bpe(pre, folder):
     """A file with a byte-level BPE vocabulary, and functions that give the tokens of a text and the
     text of tokens."""
-    t = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=pre == "llama-bpe"))
+    t = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
     t.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
-        tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS[pre]), "isolated"),
+        *(tokenizers.pre_tokenizers.Split(tokenizers.Regex(w), "isolated") for w in WORDS[pre]),
         tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     t.train_from_iterator(corpus(), tokenizers.trainers.BpeTrainer(
         vocab_size=1200, special_tokens=SPECIAL, show_progress=False,
