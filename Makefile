@@ -36,7 +36,7 @@ TESTS    := $(LONGEST) $(filter-out $(LONGEST),$(patsubst tests/%.c,%,$(wildcard
 EXAMPLES := $(filter-out demo million ring_mpi ring_ofi ring_nccl,\
             $(patsubst examples/%.c,%,$(wildcard examples/*.c)))
 HEADERS  := ringattn.h $(wildcard tests/*.h tests/conformance/*.h examples/*.h examples/infer/*.h \
-            examples/transports/*.h bench/*.h)
+            examples/train/*.h examples/transports/*.h bench/*.h)
 SUITES   := test_conformance test_conform_shm
 OTHERS   := $(if $(filter release,$(config)),matrix)
 # Under tsan it takes long and adds no call that the tests do not have.
