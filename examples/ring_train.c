@@ -73,11 +73,6 @@ typedef struct train {
 
 static volatile sig_atomic_t train_stop;
 
-static void train_on_signal(int sign) {
-    (void)sign;
-    train_stop = 1;
-}
-
 /* -------------------------------------------------------------------------- ranks meet
  * Returns when all ranks have called it: 1, or 0 if one of them has failed. */
 static int train_meet(train *t) {
@@ -548,6 +543,11 @@ static int train_run(train *t, char *why) {
 }
 
 #if !defined(RING_TRAIN_NO_MAIN)
+static void train_on_signal(int sign) {
+    (void)sign;
+    train_stop = 1;
+}
+
 int main(int argc, char **argv) {
     static train t;
     char why[TRAIN_WHY] = "";

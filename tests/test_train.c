@@ -1,0 +1,738 @@
+/* examples/ring_train: the loss and every gradient compared with a plain pass in double precision,
+ * and with passes that have the mistakes of such trainers planted; equal bits on 1 to 16 ranks;
+ * checkpoints that are damaged, foreign, or whose writing was killed; the exported model. */
+#define RING_TRAIN_NO_MAIN
+#include "examples/ring_train.c"
+#include "harness.h"
+#include "examples/infer/model.h"
+#include "examples/infer/tokenizer.h"
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+
+enum { TOKENS = 1024 };
+
+/* -------------------------------------------------------------------------- reference
+ * Plain loops in double precision. A plant is a mistake. */
+enum { SOUND_REFERENCE, LABEL_OF_FRONT_EDGE, LABEL_OF_BACK_EDGE, DIVIDED_BY_RANKS,
+       POSITIONS_OF_ROWS, CUT_BETWEEN_SHARDS, PLANTS };
+
+typedef struct ref_layer {
+    double *x, *norm, *q, *k, *v, *weights, *o, *mid, *feed_norm, *gate, *up, *out;
+} ref_layer;
+
+typedef struct ref {
+    const net *n;
+    const uint8_t *text;
+    int plant;
+    double *grad, loss;                /* [n->size] */
+} ref;
+
+static double *zeros(int64_t n) {
+    double *x = (double *)calloc((size_t)n, sizeof *x);
+    if (!x) abort();
+    return x;
+}
+
+static void ref_product(const ref *r, double *out, const double *x, const net_tensor *t) {
+    for (int64_t i = 0; i < TOKENS; i++)
+        for (int64_t j = 0; j < t->rows; j++) {
+            double sum = 0;
+            for (int64_t c = 0; c < t->columns; c++)
+                sum += x[i * t->columns + c] * (double)r->n->w[t->at + j * t->columns + c];
+            out[i * t->rows + j] += sum;
+        }
+}
+
+static void ref_product_back(const ref *r, double *d_x, const double *d, const double *x,
+                             const net_tensor *t) {
+    for (int64_t i = 0; i < TOKENS; i++)
+        for (int64_t j = 0; j < t->rows; j++)
+            for (int64_t c = 0; c < t->columns; c++) {
+                const int64_t at = t->at + j * t->columns + c;
+                d_x[i * t->columns + c] += d[i * t->rows + j] * (double)r->n->w[at];
+                r->grad[at] += d[i * t->rows + j] * x[i * t->columns + c];
+            }
+}
+
+static void ref_norm(const ref *r, double *y, const double *x, const net_tensor *t) {
+    for (int64_t i = 0; i < TOKENS; i++, x += t->columns, y += t->columns) {
+        double sum = 0;
+        for (int64_t c = 0; c < t->columns; c++) sum += x[c] * x[c];
+        for (int64_t c = 0; c < t->columns; c++)
+            y[c] = x[c] / sqrt(sum / (double)t->columns + (double)train_epsilon) *
+                   (double)r->n->w[t->at + c];
+    }
+}
+
+static void ref_norm_back(const ref *r, double *d_x, const double *d, const double *x,
+                          const net_tensor *t) {
+    const double n = (double)t->columns;
+    for (int64_t i = 0; i < TOKENS; i++, x += t->columns, d += t->columns, d_x += t->columns) {
+        double sum = 0, along = 0;
+        for (int64_t c = 0; c < t->columns; c++) sum += x[c] * x[c];
+        const double rms = sqrt(sum / n + (double)train_epsilon);
+        for (int64_t c = 0; c < t->columns; c++) {
+            along += d[c] * (double)r->n->w[t->at + c] * x[c];
+            r->grad[t->at + c] += d[c] * x[c] / rms;
+        }
+        for (int64_t c = 0; c < t->columns; c++)
+            d_x[c] += d[c] * (double)r->n->w[t->at + c] / rms - x[c] * along / (n * rms * rms * rms);
+    }
+}
+
+static void ref_rope(const ref *r, double *x, int64_t heads, double sign) {
+    const int64_t dim = r->n->s.dim;
+    for (int64_t i = 0; i < TOKENS * heads; i++, x += dim)
+        for (int64_t c = 0; c < dim; c += 2) {
+            int64_t p = i / heads;
+            if (r->plant == POSITIONS_OF_ROWS && p >= TOKENS * 3 / 4) p -= TOKENS / 2;
+            const double a = sign * (double)p * pow(1e6, -(double)c / (double)dim);
+            const double y = x[c] * sin(a) + x[c + 1] * cos(a);
+            x[c] = x[c] * cos(a) - x[c + 1] * sin(a);
+            x[c + 1] = y;
+        }
+}
+
+static int ref_sees(const ref *r, int64_t i, int64_t j) {
+    return j <= i && (r->plant != CUT_BETWEEN_SHARDS || i / (TOKENS / 4) == j / (TOKENS / 4));
+}
+
+static void ref_attention(const ref *r, ref_layer *l) {
+    const net_shape *s = &r->n->s;
+    for (int64_t h = 0; h < s->heads; h++)
+        for (int64_t i = 0; i < TOKENS; i++) {
+            const int64_t g = h / (s->heads / s->kv_heads), dim = s->dim;
+            double *w = l->weights + (h * TOKENS + i) * TOKENS, sum = 0;
+            const double *q = l->q + (i * s->heads + h) * dim;
+            for (int64_t j = 0; j <= i; j++) {
+                const double *k = l->k + (j * s->kv_heads + g) * dim;
+                double score = 0;
+                if (!ref_sees(r, i, j)) continue;
+                for (int64_t c = 0; c < dim; c++) score += q[c] * k[c];
+                sum += w[j] = exp(score / sqrt((double)dim));
+            }
+            for (int64_t j = 0; j <= i; j++) {
+                w[j] /= sum;
+                for (int64_t c = 0; c < dim; c++)
+                    l->o[(i * s->heads + h) * dim + c] +=
+                        w[j] * l->v[(j * s->kv_heads + g) * dim + c];
+            }
+        }
+}
+
+static void ref_attention_back(const ref *r, const ref_layer *l, const double *d_o, double *d_q,
+                               double *d_k, double *d_v) {
+    const net_shape *s = &r->n->s;
+    const int64_t dim = s->dim;
+    for (int64_t h = 0; h < s->heads; h++)
+        for (int64_t i = 0; i < TOKENS; i++) {
+            const int64_t at = (i * s->heads + h) * dim, g = h / (s->heads / s->kv_heads);
+            const double *w = l->weights + (h * TOKENS + i) * TOKENS;
+            double delta = 0;
+            for (int64_t c = 0; c < dim; c++) delta += d_o[at + c] * l->o[at + c];
+            for (int64_t j = 0; j <= i; j++) {
+                const int64_t key = (j * s->kv_heads + g) * dim;
+                double d = 0;
+                for (int64_t c = 0; c < dim; c++) {
+                    d += d_o[at + c] * l->v[key + c];
+                    d_v[key + c] += w[j] * d_o[at + c];
+                }
+                d = w[j] * (d - delta) / sqrt((double)dim);
+                for (int64_t c = 0; c < dim; c++) {
+                    d_q[at + c] += d * l->k[key + c];
+                    d_k[key + c] += d * l->q[at + c];
+                }
+            }
+        }
+}
+
+static void ref_forward(const ref *r, ref_layer *l, int64_t i, double *next) {
+    const net *n = r->n;
+    const net_shape *s = &n->s;
+    const int64_t q = s->heads * s->dim, kv = s->kv_heads * s->dim;
+    l->norm = zeros(TOKENS * s->hidden); l->feed_norm = zeros(TOKENS * s->hidden);
+    l->q = zeros(TOKENS * q); l->o = zeros(TOKENS * q);
+    l->k = zeros(TOKENS * kv); l->v = zeros(TOKENS * kv);
+    l->weights = zeros(s->heads * TOKENS * TOKENS);
+    l->mid = zeros(TOKENS * s->hidden);
+    l->gate = zeros(TOKENS * s->feed); l->up = zeros(TOKENS * s->feed);
+    l->out = zeros(TOKENS * s->feed);
+    ref_norm(r, l->norm, l->x, net_of(n, i, NET_ATTENTION_NORM));
+    ref_product(r, l->q, l->norm, net_of(n, i, NET_Q));
+    ref_product(r, l->k, l->norm, net_of(n, i, NET_K));
+    ref_product(r, l->v, l->norm, net_of(n, i, NET_V));
+    ref_rope(r, l->q, s->heads, 1);
+    ref_rope(r, l->k, s->kv_heads, 1);
+    ref_attention(r, l);
+    memcpy(l->mid, l->x, (size_t)(TOKENS * s->hidden) * sizeof(double));
+    ref_product(r, l->mid, l->o, net_of(n, i, NET_O));
+    ref_norm(r, l->feed_norm, l->mid, net_of(n, i, NET_FEED_NORM));
+    ref_product(r, l->gate, l->feed_norm, net_of(n, i, NET_GATE));
+    ref_product(r, l->up, l->feed_norm, net_of(n, i, NET_UP));
+    for (int64_t j = 0; j < TOKENS * s->feed; j++)
+        l->out[j] = l->gate[j] / (1 + exp(-l->gate[j])) * l->up[j];
+    memcpy(next, l->mid, (size_t)(TOKENS * s->hidden) * sizeof(double));
+    ref_product(r, next, l->out, net_of(n, i, NET_DOWN));
+}
+
+static void ref_backward(const ref *r, const ref_layer *l, int64_t i, double *d) {
+    const net *n = r->n;
+    const net_shape *s = &n->s;
+    double *d_norm = zeros(TOKENS * s->hidden), *d_out = zeros(TOKENS * s->feed);
+    double *d_o = zeros(TOKENS * s->heads * s->dim), *d_q = zeros(TOKENS * s->heads * s->dim);
+    double *d_k = zeros(TOKENS * s->kv_heads * s->dim), *d_v = zeros(TOKENS * s->kv_heads * s->dim);
+    double *d_up = zeros(TOKENS * s->feed);
+    ref_product_back(r, d_out, d, l->out, net_of(n, i, NET_DOWN));
+    for (int64_t j = 0; j < TOKENS * s->feed; j++) {
+        const double g = l->gate[j], sigmoid = 1 / (1 + exp(-g));
+        d_up[j] = d_out[j] * g * sigmoid;
+        d_out[j] *= l->up[j] * sigmoid * (1 + g * (1 - sigmoid));
+    }
+    ref_product_back(r, d_norm, d_out, l->feed_norm, net_of(n, i, NET_GATE));
+    ref_product_back(r, d_norm, d_up, l->feed_norm, net_of(n, i, NET_UP));
+    ref_norm_back(r, d, d_norm, l->mid, net_of(n, i, NET_FEED_NORM));
+    ref_product_back(r, d_o, d, l->o, net_of(n, i, NET_O));
+    ref_attention_back(r, l, d_o, d_q, d_k, d_v);
+    ref_rope(r, d_q, s->heads, -1);
+    ref_rope(r, d_k, s->kv_heads, -1);
+    memset(d_norm, 0, (size_t)(TOKENS * s->hidden) * sizeof(double));
+    ref_product_back(r, d_norm, d_q, l->norm, net_of(n, i, NET_Q));
+    ref_product_back(r, d_norm, d_k, l->norm, net_of(n, i, NET_K));
+    ref_product_back(r, d_norm, d_v, l->norm, net_of(n, i, NET_V));
+    ref_norm_back(r, d, d_norm, l->x, net_of(n, i, NET_ATTENTION_NORM));
+    free(d_norm); free(d_out); free(d_o); free(d_q); free(d_k); free(d_v); free(d_up);
+}
+
+/* The byte after a position; with a plant that of the token that begins the same piece of a zigzag
+ * of two ranks. */
+static int ref_label(const ref *r, int64_t i) {
+    const int64_t front = TOKENS / 4 - 1, back = TOKENS - TOKENS / 4 - 1;
+    if (r->plant == LABEL_OF_FRONT_EDGE && i == front) return r->text[0];
+    if (r->plant == LABEL_OF_BACK_EDGE && i == back) return r->text[TOKENS / 2];
+    return r->text[i + 1];
+}
+
+static void ref_head(ref *r, const double *x, double *d) {
+    const net *n = r->n;
+    const int64_t hidden = n->s.hidden;
+    double *norm = zeros(TOKENS * hidden), *logits = zeros(TOKENS * TRAIN_VOCABULARY);
+    double *d_norm = zeros(TOKENS * hidden);
+    const double scale = (r->plant == DIVIDED_BY_RANKS ? 0.5 : 1.0) / TOKENS;
+    ref_norm(r, norm, x, net_output_norm(n));
+    ref_product(r, logits, norm, net_output(n));
+    for (int64_t i = 0; i < TOKENS; i++) {
+        double *row = logits + i * TRAIN_VOCABULARY, sum = 0;
+        const int label = ref_label(r, i);
+        for (int c = 0; c < TRAIN_VOCABULARY; c++) sum += exp(row[c]);
+        r->loss += (log(sum) - row[label]) * scale;
+        for (int c = 0; c < TRAIN_VOCABULARY; c++) row[c] = exp(row[c]) / sum * scale;
+        row[label] -= scale;
+    }
+    ref_product_back(r, d_norm, logits, norm, net_output(n));
+    ref_norm_back(r, d, d_norm, x, net_output_norm(n));
+    free(norm); free(logits); free(d_norm);
+}
+
+static void ref_run(ref *r) {
+    const int64_t hidden = r->n->s.hidden, layers = r->n->s.layers;
+    ref_layer *l = (ref_layer *)calloc((size_t)layers + 1, sizeof *l);
+    double *d = zeros(TOKENS * hidden);
+    if (!l) abort();
+    r->loss = 0;
+    memset(r->grad, 0, (size_t)r->n->size * sizeof(double));
+    for (int64_t i = 0; i <= layers; i++) l[i].x = zeros(TOKENS * hidden);
+    for (int64_t i = 0; i < TOKENS; i++)
+        for (int64_t c = 0; c < hidden; c++)
+            l[0].x[i * hidden + c] = (double)r->n->w[r->text[i] * hidden + c];
+    for (int64_t i = 0; i < layers; i++) ref_forward(r, &l[i], i, l[i + 1].x);
+    ref_head(r, l[layers].x, d);
+    for (int64_t i = layers; i-- > 0;) ref_backward(r, &l[i], i, d);
+    for (int64_t i = 0; i < TOKENS; i++)
+        for (int64_t c = 0; c < hidden; c++)
+            r->grad[r->text[i] * hidden + c] += d[i * hidden + c];
+    for (int64_t i = 0; i <= layers; i++) {
+        double *const all[] = { l[i].x, l[i].norm, l[i].q, l[i].k, l[i].v, l[i].weights, l[i].o,
+                                l[i].mid, l[i].feed_norm, l[i].gate, l[i].up, l[i].out };
+        for (size_t k = 0; k < sizeof all / sizeof *all; k++) free(all[k]);
+    }
+    free(l);
+    free(d);
+}
+
+/* -------------------------------------------------------------------------- a trainer */
+static char folder[256];
+
+static const char *in_folder(const char *name) {
+    static char path[8][512];
+    static int at;
+    at = (at + 1) % 8;
+    snprintf(path[at], sizeof path[at], "%s/%s", folder, name);
+    return path[at];
+}
+
+/* Lines that repeat words, so that there is something to learn. */
+static void write_text(const char *name, int64_t bytes, uint64_t seed) {
+    static const char *const words[] = { "ring ", "rank ", "token ", "a ", "the ", "of\n" };
+    FILE *f = fopen(in_folder(name), "wb");
+    if (!f) abort();
+    for (int64_t n = 0; n < bytes; seed++) {
+        const char *w = words[train_random(seed) % 6];
+        for (; *w && n < bytes; w++, n++) fputc(*w, f);
+    }
+    if (fclose(f)) abort();
+}
+
+/* A trainer with the options of a line, and its model; 0: refused, see why. */
+static int start(train *t, const char *line, char *why) {
+    static char text[1024];
+    char *argv[64];
+    int argc = 1;
+    snprintf(text, sizeof text, "%s --quiet --layers 2 --hidden 32 --heads 2 --kv-heads 1 --feed 48 "
+             "%s", in_folder("text"), line);
+    argv[0] = text;
+    for (char *s = strtok(text, " "); s && argc < 64; s = strtok(NULL, " ")) argv[argc++] = s;
+    why[0] = 0;
+    return train_arguments(t, argc, argv, why);
+}
+
+static int run(const char *line, char *why) {
+    static train t;
+    train_stop = 0;
+    const int ok = start(&t, line, why) && train_run(&t, why);
+    train_close(&t);
+    return ok;
+}
+
+static ra_status one_pass(ra_world *world, int rank, void *user) {
+    train *t = (train *)user;
+    seat s;
+    memset(&s, 0, sizeof s);
+    s.n = &t->n;
+    net_turn(&t->n, rank, t->ranks);
+    ra_status status = train_meet(t)
+        ? train_sit(t, &s, ra_world_transport(world, rank), rank, TOKENS) : RA_E_ABORTED;
+    const sequence q = { t->text.data, t->loss, 1.0f / TOKENS };
+    if (!status) status = seat_pass(&s, &q);
+    seat_close(&s);
+    return status;
+}
+
+/* Loss and gradients of one sequence, in t->loss[0] and lane 0. */
+static void pass(train *t, const char *line) {
+    char why[TRAIN_WHY];
+    if (!CHECK(start(t, line, why) && train_read_texts(t, why) && net_open(&t->n, &t->shape)))
+        return;
+    net_initialise(&t->n, 7);
+    /* Weights of a size that makes attention and gates matter; norms that are not all 1. */
+    for (int64_t k = 0; k < t->n.tensors; k++)
+        for (int64_t i = 0; i < t->n.tensor[k].rows * t->n.tensor[k].columns; i++) {
+            float *w = &t->n.w[t->n.tensor[k].at + i];
+            *w = t->n.tensor[k].rows > 1 ? *w * 8 : 1 + 0.2f * sinf((float)(3 * i + k));
+        }
+    CHECK_EQ(ra_world_run((int)t->ranks, one_pass, t, NULL), RA_OK);
+    train_tree(t->loss);
+    for (int64_t c = 0; c * TRAIN_CHUNK < t->n.size; c++) train_merge(&t->n, c);
+}
+
+/* How far gradients and loss are from a reference, in units of the bar: 4e-6 of the largest element
+ * of each tensor. */
+static double distance(const train *t, const ref *r, const char **where) {
+    double worst = fabs(t->loss[0] / TOKENS - r->loss) / (1e-6 * r->loss);
+    *where = "loss";
+    for (int64_t k = 0; k < t->n.tensors; k++) {
+        const net_tensor *x = &t->n.tensor[k];
+        double most = 0, off = 0;
+        for (int64_t i = x->at; i < x->at + x->rows * x->columns; i++) {
+            most = fmax(most, fabs(r->grad[i]));
+            off = fmax(off, fabs((double)t->n.lane[i] - r->grad[i]));
+        }
+        if (off / (most * 4e-6) <= worst) continue;
+        worst = off / (most * 4e-6);
+        *where = x->name;
+    }
+    return worst;
+}
+
+TEST(gradients) {
+    static const char *const lines[] = { "--ranks 1", "--ranks 2 --untied --recompute",
+                                         "--ranks 4 --layout contiguous" };
+    for (int i = 0; i < 3; i++) {
+        static train t;
+        const char *where = "";
+        if (!h_case(i)) continue;
+        pass(&t, lines[i]);
+        if (!t.n.size) continue;
+        ref r = { &t.n, t.text.data, 0, zeros(t.n.size), 0 };
+        for (r.plant = 0; r.plant < (i == 0 && !H_SLOW ? PLANTS : 1); r.plant++) {
+            ref_run(&r);
+            const double far = distance(&t, &r, &where);
+            h_context("%s: plant %d: %.3g of the bar, %s", lines[i], r.plant, far, where);
+            if (r.plant) CHECK(far > 5);               /* such a mistake would be seen */
+            else CHECK(far < 1);
+        }
+        free(r.grad);
+        train_close(&t);
+    }
+}
+
+/* -------------------------------------------------------------------------- kernels */
+static void kernels_of(const train_math *m, h_rng *g) {
+    enum { ROWS = 16, COLUMNS = 112, DEPTH = 80 };
+    static float a[ROWS * DEPTH], b[DEPTH * COLUMNS], out[ROWS * COLUMNS];
+    static float gate[COLUMNS], up[COLUMNS], to[COLUMNS], d[COLUMNS];
+    for (int i = 0; i < ROWS * DEPTH; i++) a[i] = h_normal(g);
+    for (int i = 0; i < DEPTH * COLUMNS; i++) b[i] = h_normal(g);
+    for (int turned = 0; turned < 2; turned++) {
+        const product p = { a, turned ? 1 : DEPTH, turned ? ROWS : 1, b, out, ROWS, COLUMNS, DEPTH,
+                            turned };
+        memset(out, 0, sizeof out);
+        m->product(&p);
+        for (int i = 0; i < ROWS * COLUMNS; i++) {
+            double sum = 0;
+            for (int k = 0; k < DEPTH; k++)
+                sum += (double)a[i / COLUMNS * p.a_row + k * p.a_step] *
+                       (double)b[k * COLUMNS + i % COLUMNS];
+            if (!CHECK(fabs((double)out[i] - sum) < 1e-4)) return;
+        }
+    }
+    for (int i = 0; i < COLUMNS; i++) {
+        gate[i] = (float)(i - 56) * (i % 2 ? 1.5f : 0.1f);
+        up[i] = h_normal(g);
+        to[i] = gate[i];
+        d[i] = h_normal(g);
+    }
+    m->exp(to, COLUMNS, 3);
+    for (int i = 0; i < COLUMNS; i++)
+        CHECK(fabs((double)to[i] / exp(fmax((double)(gate[i] - 3.0f), -87)) - 1) < 3e-7);
+    m->gate(to, gate, up, COLUMNS);
+    for (int i = 0; i < COLUMNS; i++) {
+        const double x = (double)gate[i], s = 1 / (1 + exp(-x)), u = (double)up[i];
+        CHECK(fabs((double)to[i] - x * s * u) <= 1e-6 * fabs(x * u) + 1e-30);
+        to[i] = (float)((double)d[i] * u * s * (1 + x * (1 - s)));
+    }
+    m->gate_back(d, gate, up, COLUMNS);
+    for (int i = 0; i < COLUMNS; i++)
+        CHECK(fabs((double)gate[i] - (double)to[i]) <= 1e-5 * fabs((double)d[i]) + 1e-30);
+    CHECK(fabs((double)m->dot(a, b, DEPTH) - (double)train_math_any.dot(a, b, DEPTH)) < 1e-4);
+}
+
+TEST(kernels) {
+    h_rng g = h_case_rng(0);
+    kernels_of(&train_math_any, &g);
+#if defined(__x86_64__)
+    if (train_math_here() != &train_math_any) kernels_of(&train_math_avx2, &g);
+    if (train_math_here() == &train_math_avx512) kernels_of(&train_math_avx512, &g);
+#endif
+}
+
+/* -------------------------------------------------------------------------- runs */
+static void state_of(const char *prefix, uint8_t **data, size_t *bytes, int64_t *step) {
+    char why[TRAIN_WHY] = "", path[TRAIN_PATH];
+    manifest m;
+    memset(&m, 0, sizeof m);
+    *data = NULL;
+    *bytes = 0;
+    *step = -1;
+    if (!CHECK(manifest_read(in_folder(prefix), &m, why) == 1)) return;
+    *step = m.c.step;
+    snprintf(path, sizeof path, "%s.%c.state", in_folder(prefix), 'a' + m.slot);
+    *data = train_read(path, bytes);
+    CHECK(*data != NULL);
+}
+
+static void same_states(const char *a, const char *b) {
+    uint8_t *x, *y;
+    size_t n, m;
+    int64_t s, u;
+    state_of(a, &x, &n, &s);
+    state_of(b, &y, &m, &u);
+    CHECK_EQ(s, u);
+    if (CHECK_EQ(n, m) && x && y) CHECK(!memcmp(x, y, n));
+    free(x);
+    free(y);
+}
+
+static void forget(const char *prefix) {
+    static const char *const ends[] = { "manifest", "a.state", "b.state", "csv", "svg",
+                                        "manifest.new" };
+    char path[600];
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+        snprintf(path, sizeof path, "%s.%s", in_folder(prefix), ends[i]);
+        (void)remove(path);
+    }
+}
+
+static int run_to(const char *prefix, const char *line, char *why) {
+    char all[900];
+    snprintf(all, sizeof all, "--out %s --tokens 2048 --warm-up 2 --rate 0.01 %s", in_folder(prefix),
+             line);
+    const int ok = run(all, why);
+    if (!ok && h_run.verbose) printf("%s\n", why);
+    return ok;
+}
+
+TEST(bits) {
+    static const char *const lines[] = { "", "--ranks 2", "--ranks 4 --recompute", "--ranks 8" };
+    char line[200], name[16], why[TRAIN_WHY];
+    for (int i = 0; i < 4; i++) {
+        if (!h_case(i)) continue;
+        snprintf(line, sizeof line, "--ranks 1 --steps 3 %s", lines[i]);
+        snprintf(name, sizeof name, "bits%d", i);
+        CHECK(run_to(name, line, why));
+        if (i) same_states("bits0", name);
+    }
+    for (int i = 0; i < 4; i++) { snprintf(name, sizeof name, "bits%d", i); forget(name); }
+    CHECK(run_to("bits0", "--ranks 2 --steps 1 --layout contiguous", why));
+    CHECK(run_to("bits1", "--ranks 16 --steps 1", why));
+    same_states("bits0", "bits1");
+    forget("bits0");
+    forget("bits1");
+}
+
+/* A run of 4 steps; then the same in three sittings on 1, 2 and 4 ranks. */
+TEST(resume) {
+    char why[TRAIN_WHY];
+    train *t = (train *)calloc(1, sizeof *t);
+    CHECK(run_to("whole", "--ranks 2 --steps 4 --context 1024,2048@3", why));
+    for (int i = 0; i < 2; i++) {
+        char line[900];
+        snprintf(line, sizeof line, "--out %s --tokens 2048 --warm-up 2 --rate 0.01 --ranks %d "
+                 "--steps 4 --save 1 --context 1024,2048@3 %s", in_folder("parts"), 1 << i,
+                 i ? "--resume" : "");
+        CHECK(t && start(t, line, why));
+        t->steps = 1 + i;                              /* ends early, with the schedule of 4 */
+        CHECK(train_run(t, why));
+        train_close(t);
+    }
+    free(t);
+    CHECK(run_to("parts", "--ranks 4 --steps 4 --context 1024,2048@3 --resume", why));
+    same_states("whole", "parts");
+    CHECK(!run_to("parts", "--ranks 4 --steps 4 --context 1024,2048@3", why));
+    CHECK(strstr(why, "--resume") != NULL);
+    CHECK(!run_to("parts", "--steps 4 --resume", why) && strstr(why, "other options"));
+    write_text("text", 9001, 3);
+    CHECK(!run_to("parts", "--steps 4 --context 1024,2048@3 --resume", why));
+    CHECK(strstr(why, "another text") != NULL);
+    write_text("text", 9000, 3);
+    CHECK(!run_to("nothing", "--resume", why) && strstr(why, "no checkpoint"));
+    forget("whole");
+    forget("parts");
+}
+
+/* -------------------------------------------------------------------------- checkpoints */
+static void small_net(net *n, float value) {
+    const net_shape s = { 1, 2, 1, 16, 32, 48, 1 };
+    if (!net_open(n, &s)) abort();
+    for (int64_t i = 0; i < n->size; i++) n->w[i] = n->m[i] = n->v[i] = value + (float)(i % 100);
+}
+
+/* What the checkpoint of a prefix holds: its step, if its weights are those of that step; -1. */
+static int64_t held_step(const char *prefix, char *why) {
+    checkpoint c;
+    net n;
+    small_net(&n, -5);
+    memset(&c, 0, sizeof c);
+    c.configuration = 1;
+    c.text = 2;
+    int64_t step = checkpoint_load(prefix, &n, &c, why) == 1 ? c.step : -1;
+    const float value = step < 0 ? -5 : (float)step;
+    for (int64_t i = 0; i < n.size; i++)
+        if (n.w[i] != value + (float)(i % 100) || n.v[i] != n.w[i] || n.m[i] != n.w[i]) step = -2;
+    net_close(&n);
+    return step;
+}
+
+static int save_step(const char *prefix, int64_t step, char *why) {
+    net n;
+    checkpoint c;
+    memset(&c, 0, sizeof c);
+    small_net(&n, (float)step);
+    c.configuration = 1;
+    c.text = 2;
+    c.shape = n.s;
+    c.step = step;
+    const int ok = checkpoint_save(prefix, &n, &c, why);
+    net_close(&n);
+    return ok;
+}
+
+static void write_bytes(const char *path, const uint8_t *data, size_t n) {
+    FILE *f = fopen(path, "wb");
+    if (!f || fwrite(data, 1, n, f) != n || fclose(f)) abort();
+}
+
+/* Every byte of the manifest, and bytes all over the state, are changed; both are cut. */
+TEST(damaged) {
+    static const char *const ends[] = { "manifest", "a.state" };
+    char why[TRAIN_WHY], path[600];
+    h_rng g = h_case_rng(0);
+    CHECK(save_step(in_folder("harm"), 3, why));
+    CHECK_EQ(held_step(in_folder("harm"), why), 3);
+    for (int k = 0; k < 2; k++) {
+        size_t bytes = 0;
+        snprintf(path, sizeof path, "%s.%s", in_folder("harm"), ends[k]);
+        uint8_t *good = train_read(path, &bytes);
+        if (!CHECK(good != NULL)) return;
+        for (int i = 0; i < (k ? 60 : (int)bytes); i++) {
+            const size_t at = k ? h_next(&g) % bytes : (size_t)i;
+            good[at] ^= 4;
+            write_bytes(path, good, bytes);
+            why[0] = 0;
+            h_context("%s, byte %d", ends[k], (int)at);
+            CHECK_EQ(held_step(in_folder("harm"), why), -1);
+            CHECK(strstr(why, "harm") && !strchr(why, '\n'));
+            good[at] ^= 4;
+            write_bytes(path, good, bytes * (size_t)i / (k ? 60 : bytes));
+            CHECK_EQ(held_step(in_folder("harm"), why), -1);
+        }
+        write_bytes(path, good, bytes);
+        free(good);
+    }
+    CHECK_EQ(held_step(in_folder("harm"), why), 3);
+    forget("harm");
+}
+
+/* Writing fails at every size a file may have, as on a full disk. */
+TEST(full_disk) {
+    char why[TRAIN_WHY];
+    CHECK(save_step(in_folder("full"), 1, why));
+    for (int i = 0; i < 40; i++) {
+        const pid_t id = fork();
+        int status = -1;
+        if (id == 0) {
+            const struct rlimit most = { i < 20 ? (rlim_t)i * 16 : (rlim_t)(i - 19) * 7000,
+                                         RLIM_INFINITY };
+            signal(SIGXFSZ, SIG_IGN);
+            if (setrlimit(RLIMIT_FSIZE, &most)) _exit(2);
+            _exit(save_step(in_folder("full"), 2, why));
+        }
+        CHECK(id > 0 && waitpid(id, &status, 0) == id && WIFEXITED(status));
+        CHECK_EQ(WEXITSTATUS(status), 0);
+        CHECK_EQ(held_step(in_folder("full"), why), 1);
+    }
+    CHECK(save_step(in_folder("full"), 2, why));
+    CHECK_EQ(held_step(in_folder("full"), why), 2);
+    forget("full");
+}
+
+/* A process that saves all the time is killed at some moment. */
+TEST(killed) {
+    char why[TRAIN_WHY];
+    h_rng g = h_case_rng(0);
+    CHECK(save_step(in_folder("kill"), 1, why));
+    for (int i = 0; i < 12; i++) {
+        int64_t step = 1;
+        int status = -1;
+        const pid_t id = fork();
+        if (id == 0)
+            for (;; step++)
+                if (!save_step(in_folder("kill"), step, why)) _exit(1);
+        usleep(2000 + h_next(&g) % 20000);
+        CHECK(id > 0 && kill(id, SIGKILL) == 0 && waitpid(id, &status, 0) == id);
+        CHECK(WIFSIGNALED(status));
+        CHECK(held_step(in_folder("kill"), why) >= 1);
+    }
+    forget("kill");
+}
+
+/* -------------------------------------------------------------------------- export, arguments */
+TEST(exported) {
+    char why[INFER_WHY], line[900], all[256];
+    size_t bytes = 0;
+    token_ids ids;
+    tokenizer k;
+    model m;
+    gguf f;
+    memset(&ids, 0, sizeof ids);
+    snprintf(line, sizeof line, "--ranks 1 --steps 1 --untied --type f32 --export %s",
+             in_folder("model.gguf"));
+    CHECK(run_to("export", line, why));
+    uint8_t *data = train_read(in_folder("model.gguf"), &bytes), *state;
+    if (!CHECK(data != NULL)) return;
+    void *aligned = NULL;
+    if (posix_memalign(&aligned, 64, bytes)) abort();
+    memcpy(aligned, data, bytes);
+    if (CHECK(gguf_open(&f, aligned, bytes, why)) && CHECK(model_open(&m, &f, why)) &&
+        CHECK(tokenizer_open(&k, &f, why))) {
+        int64_t step;
+        size_t size;
+        CHECK_EQ(m.layers, 2); CHECK_EQ(m.heads, 2); CHECK_EQ(m.kv_heads, 1); CHECK_EQ(m.dim, 16);
+        CHECK_EQ(m.rope_halves, 0);
+        CHECK(m.rope_base == 1e6 && m.epsilon == train_epsilon);
+        state_of("export", &state, &size, &step);
+        if (state) CHECK(!memcmp(m.embedding.data, state + sizeof(part_head), 256 * 32 * 4));
+        free(state);
+        for (int i = 0; i < 256; i++) all[i] = (char)i;
+        CHECK(tokenize(&k, all, 256, &ids));
+        CHECK_EQ(ids.count, 256);
+        for (int i = 0; i < 256 && i < ids.count; i++) {
+            char out[16];
+            CHECK_EQ(ids.data[i], i);
+            CHECK(token_bytes(&k, i, out, sizeof out) == 1 && out[0] == all[i]);
+        }
+        tokenizer_close(&k);
+        model_close(&m);
+        gguf_close(&f);
+    } else printf("%s\n", why);
+    free(ids.data);
+    free(data);
+    free(aligned);
+    forget("export");
+    (void)remove(in_folder("model.gguf"));
+}
+
+TEST(refused) {
+    static const struct { const char *line, *says; } cases[] = {
+        { "--ranks 3", "1, 2, 4, 8 and 16" }, { "--ranks 17", "--ranks" }, { "--steps x", "'x'" },
+        { "--steps", "--steps" }, { "--hidden 40", "multiples of 16" }, { "--mesh 2x2", "--mesh" },
+        { "--context 1000", "1024" }, { "--context 1024,2048", "1024" }, { "--what 1", "no such" },
+        { "--context 1024,2048@5,4096@5", "rising" }, { "--layout striped", "zigzag" },
+        { "--type q4", "q8_0" }, { "--rate -1", "'-1'" }, { "--heads 3", "multiples" },
+        { "--context 65536", "fewer than one sequence" }, { "--held nowhere", "nowhere" },
+        { "--ranks 16 --layout zigzag", "contiguous" }, { "second", "already" },
+        { "--out /nowhere/at/all", "/nowhere" } };
+    char why[TRAIN_WHY];
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        h_context("%s", cases[i].line);
+        CHECK(!run(cases[i].line, why));
+        h_context("%s: '%s'", cases[i].line, why);
+        CHECK(strstr(why, cases[i].says) && !strchr(why, '\n'));
+    }
+}
+
+/* A loop that learns: the loss of the words falls by half. */
+TEST(learns) {
+    char why[TRAIN_WHY], line[200];
+    double first = 0, last = 0;
+    snprintf(line, sizeof line, "--ranks 2 --steps 20 --tokens 1024");
+    CHECK(run_to("learn", line, why));
+    FILE *f = fopen(in_folder("learn.csv"), "r");
+    if (CHECK(f != NULL)) {
+        double bits;
+        char row[300];
+        for (int i = 0; fgets(row, sizeof row, f); i++) {
+            if (sscanf(row, "%*d,%*d,%*f,%lf", &bits) != 1) continue;
+            if (first == 0) first = bits;
+            last = bits;
+        }
+        fclose(f);
+    }
+    h_context("%g, %g", first, last);
+    CHECK(first > 7 && last < first / 2);
+    forget("learn");
+}
+
+int main(int argc, char **argv) {
+    static const h_test tests[] = {
+        ENTRY(kernels), ENTRY(gradients), ENTRY(bits), ENTRY(resume), ENTRY(damaged),
+        ENTRY(full_disk), ENTRY(killed), ENTRY(exported), ENTRY(refused), ENTRY(learns) };
+    const char *under = getenv("TMPDIR");
+    snprintf(folder, sizeof folder, "%s/ring_train_XXXXXX", under ? under : "/tmp");
+    if (!mkdtemp(folder)) return 1;
+    write_text("text", 9000, 3);
+    const int failed = h_main(argc, argv, tests, sizeof tests / sizeof *tests);
+    (void)remove(in_folder("text"));
+    (void)rmdir(folder);
+    return failed;
+}
