@@ -70,7 +70,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help demo check check-full check-long ggml conformance sim mutants spin netns rooms lint \
-        bench bench-peers clean all-programs
+        bench bench-peers clean all-programs train
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -194,6 +194,17 @@ $(B)/tests/ggml/nodes.so: tests/ggml/nodes.c Makefile \
            $(if $(filter $(FETCHED),$(GGML)),$(FETCHED)/ggml/ggml.h)
 	@mkdir -p $(@D)
 	@$(SHARED) -fvisibility=default -o $@ $< -lm
+
+# Ten minutes on two cores. A run that was stopped goes on.
+TRAIN    := build/train
+PYTHONS   = $(shell python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))' 2>/dev/null)
+PERLS     = $(shell perl -MConfig -e 'print $$Config{privlibexp}' 2>/dev/null)
+LEARNT    = $(if $(PYTHONS),$(PYTHONS) --held $(PYTHONS)/email,$(PERLS) --held $(PERLS)/CPAN)
+train: $(B)/examples/ring_train ## trains a model on Python's or Perl's library; ARGS=
+	@mkdir -p $(TRAIN)
+	@$(B)/examples/ring_train $(LEARNT) --out $(TRAIN)/bytes --export $(TRAIN)/bytes.gguf \
+	    --steps 840 --tokens 4096 --context 1024,8192@800 --save 50 \
+	    $(if $(wildcard $(TRAIN)/bytes.manifest),--resume) $(ARGS)
 
 # Needs libsodium: built only where its header is installed.
 SODIUM   := $(if $(wildcard /usr/include/sodium.h /usr/local/include/sodium.h),test_tcp_sealed)

@@ -31,7 +31,8 @@ static const char train_usage[] =
     "  --untied          the output has a matrix of its own\n"
     "  --recompute       attention is computed again by the pass backward, not kept\n"
     "  --rate X, --warm-up N, --decay X, --clip X, --seed N    (0.002, 50, 0.1, 1, 1)\n"
-    "  --held PATH       text that is scored at the end (the last 20th of TEXT, not learnt from)\n"
+    "  --held PATH       text that is scored at the end; inside TEXT it is not learnt from\n"
+    "                    (the last 20th of TEXT)\n"
     "  --save N          steps from checkpoint to checkpoint (500); Ctrl-C writes one too\n"
     "  --resume          goes on from the checkpoint of PREFIX, on any number of ranks\n"
     "  --eval PATH       only scores PATH by the checkpoint of PREFIX; TEXT is not needed\n"
@@ -67,6 +68,7 @@ typedef struct train {
     FILE *csv;
     int64_t began_ns, shown_ns;
     size_t rank_bytes;
+    double peak;                       /* FLOP/s of products on one rank alone */
     double norm, held_bits;
     int64_t held_tokens;
 } train;
@@ -112,6 +114,20 @@ static int64_t train_sequences(const train *t, int64_t step) {
 }
 
 /* -------------------------------------------------------------------------- what a user sees */
+/* The fastest of many products that fit the first cache: what this processor can do. */
+static double train_peak(void) {
+    static float a[64 * 64], b[64 * 96], out[64 * 96];
+    const product p = { a, 64, 1, b, out, 64, 96, 64, 1 };
+    const train_math *m = train_math_here();
+    double best = 0;
+    for (int i = 0; i < 100; i++) {
+        const int64_t begin = ra_now_ns();
+        for (int k = 0; k < 10; k++) m->product(&p);
+        best = fmax(best, 10 * 2.0 * 64 * 96 * 64 / (double)(ra_now_ns() - begin + 1) * 1e9);
+    }
+    return best;
+}
+
 static double train_flops(const train *t, int64_t context) {       /* of a token, both passes */
     const net_shape *s = &t->n.s;
     return 6.0 * (double)t->n.size +
@@ -134,9 +150,10 @@ static void train_account(train *t) {
     if (t->quiet || (now - t->shown_ns < 500000000 && step + 1 < t->steps)) return;
     t->shown_ns = now;
     fprintf(stderr, "\rstep %lld of %lld  context %lld  loss %.4f  %.3f bits per byte  "
-            "%.0f tokens/s  %.1f GFLOP/s  %.1f MiB per rank  %.0f s left   ", (long long)step + 1,
-            (long long)t->steps, (long long)context, loss, bits, (double)tokens / pace,
+            "%.0f tokens/s  %.1f GFLOP/s, %.0f %% of peak  %.1f MiB per rank  %.0f s left   ",
+            (long long)step + 1, (long long)t->steps, (long long)context, loss, bits, (double)tokens / pace,
             (double)tokens / pace * train_flops(t, context) * 1e-9,
+            (double)tokens / pace * train_flops(t, context) * 100 / (t->peak * (double)t->ranks),
             (double)t->rank_bytes / 1048576, pace * (double)(t->steps - step - 1));
 }
 
@@ -186,8 +203,9 @@ static ra_status train_sit(train *t, seat *s, const ra_transport *wire, int rank
 static sequence train_sequence(train *t, int64_t step, int64_t i, int64_t context) {
     const int64_t n = train_sequences(t, step);
     const uint64_t places = (uint64_t)t->text.size - (uint64_t)context;
-    const uint64_t draw = train_random((uint64_t)t->seed ^ train_random((uint64_t)(step * 65536 + i)));
-    const sequence q = { t->text.data + draw % places, t->loss, 1 / (float)(n * context) };
+    const uint64_t number = train_random((uint64_t)(step * 65536 + i));
+    const uint64_t place = train_random((uint64_t)t->seed ^ number) % places;
+    const sequence q = { t->text.data + place, t->loss, 1 / (float)(n * context) };
     return q;
 }
 
@@ -305,8 +323,8 @@ static int train_flag(train *t, const char *name) {
 }
 
 static int train_option(train *t, const char *name, const char *s, char *why) {
-    static const char *const absent[] = { "--mesh", "--shm", "--at", "--rank", "--bf16", "--survive",
-                                          "--documents" };
+    static const char *const absent[] = { "--mesh", "--shm", "--at", "--rank", "--bf16",
+                                          "--survive", "--documents" };
     const struct { const char *name, **to; } texts[] = {
         { "--out", &t->out }, { "--held", &t->held_path }, { "--eval", &t->eval },
         { "--export", &t->export } };
@@ -353,9 +371,9 @@ static int train_shape_fits(train *t, char *why) {
     s->dim = s->hidden / s->heads;
     if (s->hidden % 16 || s->feed % 16 || s->hidden % s->heads || s->dim % 2 || s->dim > 1024 ||
         s->heads % s->kv_heads || s->kv_heads * s->dim % 16)
-        return train_refuse(why, "--hidden %lld, --heads %lld, --kv-heads %lld, --feed %lld: hidden, "
-                            "feed and the width of keys must be multiples of 16, hidden of twice "
-                            "the heads, heads of kv-heads", (long long)s->hidden,
+        return train_refuse(why, "--hidden %lld, --heads %lld, --kv-heads %lld, --feed %lld: "
+                            "hidden, feed and the width of keys must be multiples of 16, hidden of "
+                            "twice the heads, heads of kv-heads", (long long)s->hidden,
                             (long long)s->heads, (long long)s->kv_heads, (long long)s->feed);
     if (t->ranks & (t->ranks - 1))
         return train_refuse(why, "--ranks: %lld is none of 1, 2, 4, 8 and 16, which divide the 16 "
@@ -394,7 +412,8 @@ static int train_arguments(train *t, int argc, char **argv, char *why) {
     train_defaults(t);
     for (int i = 1; i < argc; i++) {
         if (argv[i][0] != '-') {
-            if (t->path) return train_refuse(why, "%s: there is a text already, %s", argv[i], t->path);
+            if (t->path)
+                return train_refuse(why, "%s: there is a text already, %s", argv[i], t->path);
             t->path = argv[i];
         } else if (!train_flag(t, argv[i])) {
             if (!train_option(t, argv[i], i + 1 < argc ? argv[i + 1] : NULL, why)) return 0;
@@ -424,6 +443,7 @@ static int train_read_texts(train *t, char *why) {
     int64_t longest = 0;
     for (int64_t i = 0; i < t->stages; i++)
         if (t->stage[i].context > longest) longest = t->stage[i].context;
+    if (held && !text_leave_out(&t->text, held, why)) return 0;
     if (t->path && !t->eval_only && !text_open(&t->text, t->path, 0, why)) return 0;
     if (held && !text_open(&t->held, held, 0, why)) return 0;
     if (!t->eval_only && !held && t->text.size) {
@@ -491,8 +511,8 @@ static void train_say_held(const train *t) {
     static const char *const packers[] = { "gzip -9", "xz -9e" };
     char path[TRAIN_PATH];
     if (!t->held_tokens || t->quiet) return;
-    printf("held-out text: %lld of %llu bytes scored, %.4f bits per byte", (long long)t->held_tokens,
-           (unsigned long long)t->held.size, t->held_bits);
+    printf("held-out text: %lld of %llu bytes scored, %.4f bits per byte",
+           (long long)t->held_tokens, (unsigned long long)t->held.size, t->held_bits);
     snprintf(path, sizeof path, "%s.held", t->out);
     FILE *f = fopen(path, "wb");
     int ok = f && fwrite(t->held.data, 1, t->held.size, f) == t->held.size;
@@ -521,11 +541,13 @@ static int train_run(train *t, char *why) {
     if (!net_open(&t->n, &t->shape)) return train_refuse(why, "no memory for this model");
     if (!train_begin(t, why)) return 0;
     if (!t->quiet)
-        fprintf(stderr, "%lld weights, %lld ranks, %llu bytes of %llu files to learn from, %llu left "
-                "out, %llu held out; step %lld\n", (long long)t->n.size, (long long)t->ranks,
+        fprintf(stderr, "%lld weights, %lld ranks, %llu bytes of %llu files to learn from, %llu "
+                "files left out, %llu bytes held out; step %lld\n", (long long)t->n.size,
+                (long long)t->ranks,
                 (unsigned long long)t->text.size, (unsigned long long)t->text.files,
                 (unsigned long long)t->text.left_out, (unsigned long long)t->held.size,
                 (long long)t->c.step);
+    t->peak = t->quiet ? 1 : train_peak();
     t->began_ns = ra_now_ns();
     const ra_status status = ra_world_run((int)t->ranks, train_rank, t, NULL);
     if (!t->quiet) fprintf(stderr, "\n");

@@ -77,7 +77,8 @@ static void ref_norm_back(const ref *r, double *d_x, const double *d, const doub
             r->grad[t->at + c] += d[c] * x[c] / rms;
         }
         for (int64_t c = 0; c < t->columns; c++)
-            d_x[c] += d[c] * (double)r->n->w[t->at + c] / rms - x[c] * along / (n * rms * rms * rms);
+            d_x[c] += d[c] * (double)r->n->w[t->at + c] / rms -
+                      x[c] * along / (n * rms * rms * rms);
     }
 }
 
@@ -288,8 +289,8 @@ static int start(train *t, const char *line, char *why) {
     static char text[1024];
     char *argv[64];
     int argc = 1;
-    snprintf(text, sizeof text, "%s --quiet --layers 2 --hidden 32 --heads 2 --kv-heads 1 --feed 48 "
-             "%s", in_folder("text"), line);
+    snprintf(text, sizeof text, "%s --quiet --layers 2 --hidden 32 --heads 2 --kv-heads 1 "
+             "--feed 48 %s", in_folder("text"), line);
     argv[0] = text;
     for (char *s = strtok(text, " "); s && argc < 64; s = strtok(NULL, " ")) argv[argc++] = s;
     why[0] = 0;
@@ -465,8 +466,8 @@ static void forget(const char *prefix) {
 
 static int run_to(const char *prefix, const char *line, char *why) {
     char all[900];
-    snprintf(all, sizeof all, "--out %s --tokens 2048 --warm-up 2 --rate 0.01 %s", in_folder(prefix),
-             line);
+    snprintf(all, sizeof all, "--out %s --tokens 2048 --warm-up 2 --rate 0.01 %s",
+             in_folder(prefix), line);
     const int ok = run(all, why);
     if (!ok && h_run.verbose) printf("%s\n", why);
     return ok;

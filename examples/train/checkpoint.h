@@ -205,7 +205,7 @@ static inline int checkpoint_load(const char *prefix, net *n, checkpoint *c, cha
     uint8_t *file = train_read(path, &bytes);
     if (!file) return train_refuse(why, "%s: it cannot be read: %s", path, strerror(errno));
     int ok = bytes == m.bytes;
-    for (int64_t k = 0; k < n->tensors * 3 && ok; k++) {       /* all of it before anything is used */
+    for (int64_t k = 0; k < n->tensors * 3 && ok; k++) {   /* all before anything is used */
         part_of(n, k / 3, (int)(k % 3), &want, &data);
         const size_t size = (size_t)want.count * sizeof *data;
         ok = bytes - at >= sizeof h + size;

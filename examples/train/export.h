@@ -107,6 +107,10 @@ static inline uint64_t export_bytes(const net_tensor *t, int32_t dtype) {
     return dtype == RA_F32 ? n * 4 : dtype == RA_F16 ? n * 2 : n / 32 * 34;
 }
 
+static inline uint64_t export_padded(uint64_t bytes) {
+    return (bytes + EXPORT_ALIGNMENT - 1) / EXPORT_ALIGNMENT * EXPORT_ALIGNMENT;
+}
+
 static inline void export_pad(export_file *e) {
     while (e->at % EXPORT_ALIGNMENT) export_number(e, 0, 1);
 }
@@ -134,7 +138,7 @@ static inline int export_gguf(const char *path, const net *n, int64_t context, i
         if (t->rows > 1) export_number(&e, (uint64_t)t->rows, 8);
         export_number(&e, as == RA_F32 ? 0 : as == RA_F16 ? 1 : 8, 4);
         export_number(&e, offset, 8);
-        offset += (export_bytes(t, as) + EXPORT_ALIGNMENT - 1) / EXPORT_ALIGNMENT * EXPORT_ALIGNMENT;
+        offset += export_padded(export_bytes(t, as));
     }
     export_pad(&e);
     for (int64_t k = 0; k < n->tensors && e.ok; k++) {

@@ -513,7 +513,7 @@ static inline void train_update(net *n, int64_t c, const optimiser *o, int64_t s
     const float second = (float)(1 / (1 - pow(0.95, (double)step + 1)));
     for (int64_t k = 0, i = from; k < n->tensors; k++) {
         const net_tensor *t = &n->tensor[k];
-        const int64_t stop = t->at + t->rows * t->columns < end ? t->at + t->rows * t->columns : end;
+        const int64_t last = t->at + t->rows * t->columns, stop = last < end ? last : end;
         const float decay = t->rows > 1 ? rate * (float)o->decay : 0;
         for (; i < stop; i++) {
             const float g = n->lane[i] * factor;

@@ -8,7 +8,20 @@
 
 #include <dirent.h>
 
-typedef struct train_text { uint8_t *data; size_t size, room, files, left_out; } train_text;
+typedef struct train_text {
+    uint8_t *data;
+    size_t size, room, files, left_out;
+    dev_t device;                      /* of the file or folder that is left out; inode 0: none */
+    ino_t inode;
+} train_text;
+
+static inline int text_leave_out(train_text *t, const char *path, char *why) {
+    struct stat s;
+    if (stat(path, &s)) return train_refuse(why, "%s: %s", path, strerror(errno));
+    t->device = s.st_dev;
+    t->inode = s.st_ino;
+    return 1;
+}
 
 static inline int text_add(train_text *t, const char *path, char *why) {
     size_t bytes = 0;
@@ -45,9 +58,11 @@ static inline int text_open(train_text *t, const char *path, int depth, char *wh
                                                             : strerror(errno));
     if (S_ISLNK(s.st_mode) && depth == 0 && stat(path, &s))
         return train_refuse(why, "%s: %s", path, strerror(errno));
+    if (t->inode && s.st_ino == t->inode && s.st_dev == t->device) return 1;
     if (S_ISREG(s.st_mode)) return text_add(t, path, why);
     if (!S_ISDIR(s.st_mode) && depth) return 1;
-    if (!S_ISDIR(s.st_mode)) return train_refuse(why, "%s: it is neither a file nor a folder", path);
+    if (!S_ISDIR(s.st_mode))
+        return train_refuse(why, "%s: it is neither a file nor a folder", path);
     const int n = scandir(path, &entry, NULL, alphasort);
     if (n < 0) return train_refuse(why, "%s: %s", path, strerror(errno));
     for (int i = 0; i < n; i++) {
