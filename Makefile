@@ -70,7 +70,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help demo check check-full check-long ggml conformance sim mutants spin netns rooms lint \
-        bench bench-peers clean all-programs train
+        bench bench-peers train clean all-programs
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
