@@ -927,7 +927,8 @@ static int node_right(struct ggml_cgraph *graph, const struct ggml_tensor *a) {
     if (!s) return unfit("the CPU device does not make its backends", "");
     memset(a->data, 0xff, D * HEADS * ROWS * sizeof(float));
     const enum ggml_status status = engine.ggml_backend_graph_compute(b, graph);
-    const int taken = s->calls == 1 && s->masks == 1 && s->bounds[0].found == ROWS;
+    const int taken = s->calls == 1 &&
+        (masks_as_bias || (s->masks == 1 && s->bounds[0].found == ROWS));
     reached = 0;
     engine.ggml_backend_free(b);
     for (int i = 0; i < D * HEADS * ROWS; i++) {
