@@ -204,6 +204,7 @@ train: $(B)/examples/ring_train ## trains a model on Python's or Perl's library;
 	@mkdir -p $(TRAIN)
 	@$(B)/examples/ring_train $(LEARNT) --out $(TRAIN)/bytes --export $(TRAIN)/bytes.gguf \
 	    --steps 840 --tokens 4096 --context 1024,8192@800 --save 50 \
+	    --without site-packages,dist-packages,test,unicore \
 	    $(if $(wildcard $(TRAIN)/bytes.manifest),--resume) $(ARGS)
 
 # Needs libsodium: built only where its header is installed.

@@ -33,6 +33,7 @@ static const char train_usage[] =
     "  --rate X, --warm-up N, --decay X, --clip X, --seed N    (0.002, 50, 0.1, 1, 1)\n"
     "  --held PATH       text that is scored at the end; inside TEXT it is not learnt from\n"
     "                    (the last 20th of TEXT)\n"
+    "  --without A,B     folders of these names are not read\n"
     "  --save N          steps from checkpoint to checkpoint (500); Ctrl-C writes one too\n"
     "  --resume          goes on from the checkpoint of PREFIX, on any number of ranks\n"
     "  --eval PATH       only scores PATH by the checkpoint of PREFIX; TEXT is not needed\n"
@@ -64,7 +65,7 @@ typedef struct train {
     double *squares;                   /* of each chunk of the gradient */
     float *bits;                       /* [steps] bits per byte, of this sitting */
     int64_t first;                     /* step at which this sitting began */
-    int over;                          /* the ranks leave the loop */
+    int over, stopped;                 /* the ranks leave the loop; before its end */
     FILE *csv;
     int64_t began_ns, shown_ns;
     size_t rank_bytes;
@@ -141,6 +142,7 @@ static void train_account(train *t) {
     const double loss = train_tree(t->loss) / (double)tokens, bits = loss / log(2.0);
     const double seconds = (double)(now - t->began_ns) * 1e-9;
     const double pace = seconds / (double)(step - t->first + 1);
+    const double flops = (double)tokens / pace * train_flops(t, context);
     t->bits[step] = (float)bits;
     t->c.step = step + 1;
     if (t->csv)
@@ -151,16 +153,16 @@ static void train_account(train *t) {
     t->shown_ns = now;
     fprintf(stderr, "\rstep %lld of %lld  context %lld  loss %.4f  %.3f bits per byte  "
             "%.0f tokens/s  %.1f GFLOP/s, %.0f %% of peak  %.1f MiB per rank  %.0f s left   ",
-            (long long)step + 1, (long long)t->steps, (long long)context, loss, bits, (double)tokens / pace,
-            (double)tokens / pace * train_flops(t, context) * 1e-9,
-            (double)tokens / pace * train_flops(t, context) * 100 / (t->peak * (double)t->ranks),
+            (long long)step + 1, (long long)t->steps, (long long)context, loss, bits,
+            (double)tokens / pace, flops * 1e-9, flops * 100 / (t->peak * (double)t->ranks),
             (double)t->rank_bytes / 1048576, pace * (double)(t->steps - step - 1));
 }
 
 /* Rank 0 between two steps: saves if it is time, and says whether the ranks go on. */
 static int train_between(train *t) {
     char why[TRAIN_WHY];
-    t->over = t->c.step >= t->steps || train_stop;
+    t->stopped = train_stop && t->c.step < t->steps;
+    t->over = t->c.step >= t->steps || t->stopped;
     if (!t->eval_only && (t->over || t->c.step % t->save == 0) && t->c.step > t->first) {
         if (t->csv) fflush(t->csv);
         if (!checkpoint_save(t->out, &t->n, &t->c, why)) {
@@ -238,7 +240,7 @@ static ra_status train_rank(ra_world *world, int rank, void *user) {
         if (rank == 0 && !train_between(t)) status = RA_E_IO;
         if (status || !train_meet(t)) break;
         if (t->over) {
-            status = train_score(t, &s, wire, rank);
+            if (!t->stopped) status = train_score(t, &s, wire, rank);
             break;
         }
         const int64_t step = t->c.step, context = train_context(t, step);
@@ -327,7 +329,7 @@ static int train_option(train *t, const char *name, const char *s, char *why) {
                                           "--survive", "--documents" };
     const struct { const char *name, **to; } texts[] = {
         { "--out", &t->out }, { "--held", &t->held_path }, { "--eval", &t->eval },
-        { "--export", &t->export } };
+        { "--export", &t->export }, { "--without", &t->text.without } };
     const struct { const char *name; int64_t *to, least, most; } numbers[] = {
         { "--steps", &t->steps, 1, 100000000 }, { "--tokens", &t->tokens, 1024, 1 << 30 },
         { "--layers", &t->shape.layers, 1, 1024 }, { "--hidden", &t->shape.hidden, 16, 65536 },

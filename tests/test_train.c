@@ -702,6 +702,35 @@ TEST(refused) {
     }
 }
 
+/* A folder: in the order of names, without links, what is left out, and what is no text. */
+TEST(folders) {
+    static const struct { const char *name, *text; } files[] = {
+        { "tree/b", "two" }, { "tree/a/z", "one" }, { "tree/held/x", "held" },
+        { "tree/c/skip/x", "skipped" }, { "tree/.d", "hidden" } };
+    static const char *const folders[] = { "tree", "tree/a", "tree/held", "tree/c", "tree/c/skip" };
+    static const char want[] = "\0one\0two";
+    char why[TRAIN_WHY];
+    train_text t;
+    memset(&t, 0, sizeof t);
+    for (size_t i = 0; i < 5; i++) CHECK(mkdir(in_folder(folders[i]), 0700) == 0);
+    for (size_t i = 0; i < 5; i++)
+        write_bytes(in_folder(files[i].name), (const uint8_t *)files[i].text,
+                    strlen(files[i].text));
+    write_bytes(in_folder("tree/noise"), (const uint8_t *)"a\0b", 3);
+    CHECK(symlink(in_folder("tree/b"), in_folder("tree/link")) == 0);
+    t.without = "ski,skip,c2";
+    CHECK(text_leave_out(&t, in_folder("tree/held"), why));
+    CHECK(text_open(&t, in_folder("tree"), 0, why));
+    CHECK_EQ(t.files, 2);
+    CHECK_EQ(t.left_out, 1);
+    if (CHECK_EQ(t.size, sizeof want - 1)) CHECK(!memcmp(t.data, want, sizeof want - 1));
+    free(t.data);
+    (void)remove(in_folder("tree/link"));
+    (void)remove(in_folder("tree/noise"));
+    for (size_t i = 0; i < 5; i++) (void)remove(in_folder(files[i].name));
+    for (size_t i = 5; i-- > 0;) CHECK(rmdir(in_folder(folders[i])) == 0);
+}
+
 /* A loop that learns: the loss of the words falls by half. */
 TEST(learns) {
     char why[TRAIN_WHY], line[200];
@@ -727,7 +756,8 @@ TEST(learns) {
 int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(kernels), ENTRY(gradients), ENTRY(bits), ENTRY(resume), ENTRY(damaged),
-        ENTRY(full_disk), ENTRY(killed), ENTRY(exported), ENTRY(refused), ENTRY(learns) };
+        ENTRY(full_disk), ENTRY(killed), ENTRY(exported), ENTRY(refused), ENTRY(folders),
+        ENTRY(learns) };
     const char *under = getenv("TMPDIR");
     snprintf(folder, sizeof folder, "%s/ring_train_XXXXXX", under ? under : "/tmp");
     if (!mkdtemp(folder)) return 1;

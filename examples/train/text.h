@@ -11,6 +11,7 @@
 typedef struct train_text {
     uint8_t *data;
     size_t size, room, files, left_out;
+    const char *without;               /* names, with commas between them, or null */
     dev_t device;                      /* of the file or folder that is left out; inode 0: none */
     ino_t inode;
 } train_text;
@@ -49,6 +50,14 @@ static inline int text_add(train_text *t, const char *path, char *why) {
     return 1;
 }
 
+/* 1: a name is in the list. */
+static inline int text_is_without(const train_text *t, const char *name) {
+    const size_t n = strlen(name);
+    for (const char *s = t->without; s && *s; s = strchr(s, ',') ? strchr(s, ',') + 1 : NULL)
+        if (!strncmp(s, name, n) && (!s[n] || s[n] == ',')) return 1;
+    return 0;
+}
+
 static inline int text_open(train_text *t, const char *path, int depth, char *why) {
     struct dirent **entry = NULL;
     struct stat s;
@@ -68,7 +77,8 @@ static inline int text_open(train_text *t, const char *path, int depth, char *wh
     for (int i = 0; i < n; i++) {
         char full[TRAIN_PATH];
         const int length = snprintf(full, sizeof full, "%s/%s", path, entry[i]->d_name);
-        if (ok && length < (int)sizeof full && entry[i]->d_name[0] != '.')
+        if (ok && length < (int)sizeof full && entry[i]->d_name[0] != '.' &&
+            !text_is_without(t, entry[i]->d_name))
             ok = text_open(t, full, depth + 1, why);
         free(entry[i]);
     }
