@@ -41,13 +41,13 @@ static const char train_usage[] =
 
 enum { TRAIN_STAGES = 8, TRAIN_RANKS = 16 };
 
-typedef struct stage { int64_t context, step; } stage;
+typedef struct curriculum { int64_t context, step; } curriculum;
 
 typedef struct train {
     net n;
     net_shape shape;
     optimiser o;
-    stage stage[TRAIN_STAGES];
+    curriculum stage[TRAIN_STAGES];
     int64_t stages, tokens, steps, save, seed, ranks, layout, recompute;
     int32_t type;
     const char *path, *out, *held_path, *eval, *export;
@@ -296,7 +296,7 @@ static int train_contexts(train *t, const char *s, char *why) {
     long long context = 0, step = 0;
     int length = 0;
     for (t->stages = 0; t->stages < TRAIN_STAGES; s += length + 1) {
-        stage *next = &t->stage[t->stages];
+        curriculum *next = &t->stage[t->stages];
         length = 0;
         step = 0;
         if (t->stages == 0 && sscanf(s, "%lld%n", &context, &length) != 1) break;

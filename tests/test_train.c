@@ -660,7 +660,8 @@ TEST(exported) {
         size_t size;
         CHECK_EQ(m.layers, 2); CHECK_EQ(m.heads, 2); CHECK_EQ(m.kv_heads, 1); CHECK_EQ(m.dim, 16);
         CHECK_EQ(m.rope_halves, 0);
-        CHECK(m.rope_base == 1e6 && m.epsilon == train_epsilon);
+        CHECK(m.epsilon == train_epsilon && m.rope_magnitude == 1);
+        CHECK(fabs((double)m.rope[0][3] - pow(1e6, -6.0 / 16)) < 1e-9);
         state_of("export", &state, &size, &step);
         if (state) CHECK(!memcmp(m.embedding.data, state + sizeof(part_head), 256 * 32 * 4));
         free(state);

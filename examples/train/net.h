@@ -149,7 +149,7 @@ typedef struct seat {
     float *logits;                     /* [TRAIN_BLOCK][TRAIN_VOCABULARY] */
 } seat;
 
-typedef struct block { int64_t row, position; float *grad; double *loss; } block;
+typedef struct tile { int64_t row, position; float *grad; double *loss; } tile;
 
 /* What a pass works on: tokens + 1 bytes, the last one a label only. */
 typedef struct sequence {
@@ -231,8 +231,8 @@ static inline ra_status seat_open(seat *s, const ra_transport *wire, const ra_de
 }
 
 /* The block of 64 rows from `row` on: where it is in the sequence, and the sums of its lane. */
-static inline block seat_block(const seat *s, const sequence *q, int64_t row) {
-    block b = { row, 0, NULL, NULL };
+static inline tile seat_block(const seat *s, const sequence *q, int64_t row) {
+    tile b = { row, 0, NULL, NULL };
     const int64_t behind = row - s->part[0].count;
     b.position = behind < 0 ? s->part[0].first + row : s->part[1].first + behind;
     const int64_t lane = b.position / (s->context / TRAIN_LANES);
@@ -249,7 +249,7 @@ static inline void seat_product(const seat *s, float *out, const float *x, const
 }
 
 /* Back through out = x W: the gradient of x is written, or added with `add`; that of W is added. */
-static inline void seat_product_back(const seat *s, const block *b, float *d_x, const float *d_out,
+static inline void seat_product_back(const seat *s, const tile *b, float *d_x, const float *d_out,
                                      const float *x, const net_tensor *t, int add) {
     const product to_x = { d_out, t->rows, 1, s->n->w + t->at, d_x, TRAIN_BLOCK, t->columns,
                            t->rows, add };
@@ -274,7 +274,7 @@ static inline void seat_norm(const seat *s, float *y, const float *x, const net_
 }
 
 /* d_x += gradient of x; d: of the norm's output, is overwritten. */
-static inline void seat_norm_back(const seat *s, const block *b, float *d_x, float *d,
+static inline void seat_norm_back(const seat *s, const tile *b, float *d_x, float *d,
                                   const float *x, const net_tensor *t) {
     const int64_t n = s->n->s.hidden;
     const float *w = s->n->w + t->at;
@@ -291,7 +291,7 @@ static inline void seat_norm_back(const seat *s, const block *b, float *d_x, flo
 }
 
 /* Rotates pairs of neighbours by the position; sign -1 rotates back. */
-static inline void seat_rope(const seat *s, const block *b, float *rows, int64_t heads,
+static inline void seat_rope(const seat *s, const tile *b, float *rows, int64_t heads,
                              float sign) {
     const int64_t dim = s->n->s.dim;
     for (int64_t r = 0; r < TRAIN_BLOCK * heads; r++, rows += dim) {
@@ -322,7 +322,7 @@ static inline void seat_queries(seat *s, const sequence *q, int64_t l) {
     const net_shape *m = &n->s;
     const float *x = s->x + l * s->rows * m->hidden;
     for (int64_t row = 0; row < s->rows; row += TRAIN_BLOCK) {
-        const block b = seat_block(s, q, row);
+        const tile b = seat_block(s, q, row);
         float *to_q = s->q + row * m->heads * m->dim, *to_k = s->k + row * m->kv_heads * m->dim;
         seat_norm(s, s->norm, x + row * m->hidden, net_of(n, l, NET_ATTENTION_NORM));
         seat_product(s, to_q, s->norm, net_of(n, l, NET_Q));
@@ -372,7 +372,7 @@ static inline ra_status seat_backward(seat *s, const sequence *q, int64_t l, flo
     seat_queries(s, q, l);
     if (s->kept < m->layers) status = ra_forward(s->plan, s->ring, &t, RA_NO_DEADLINE);
     for (int64_t row = 0; row < s->rows && !status; row += TRAIN_BLOCK) {
-        const block b = seat_block(s, q, row);
+        const tile b = seat_block(s, q, row);
         const float *o = (float *)t.o.data + row * heads;
         float *to = d + row * m->hidden;
         seat_feed(s, l, x + row * m->hidden, o);
@@ -394,7 +394,7 @@ static inline ra_status seat_backward(seat *s, const sequence *q, int64_t l, flo
     memset(s->d_v, 0, (size_t)(s->rows * kv) * sizeof(float));
     if (!status) status = ra_backward(s->plan, s->ring, &t, RA_NO_DEADLINE);
     for (int64_t row = 0; row < s->rows && !status; row += TRAIN_BLOCK) {
-        const block b = seat_block(s, q, row);
+        const tile b = seat_block(s, q, row);
         float *d_q = s->d_q + row * heads, *d_k = s->d_k + row * kv;
         seat_rope(s, &b, d_q, m->heads, -1);
         seat_rope(s, &b, d_k, m->kv_heads, -1);
@@ -412,7 +412,7 @@ static inline ra_status seat_backward(seat *s, const sequence *q, int64_t l, flo
 static inline void seat_embed(seat *s, const sequence *q) {
     const size_t n = (size_t)s->n->s.hidden;
     for (int64_t row = 0; row < s->rows; row++) {
-        const block b = seat_block(s, q, row);
+        const tile b = seat_block(s, q, row);
         memcpy(s->x + row * (int64_t)n, s->n->w + q->text[b.position] * n, n * sizeof(float));
     }
 }
@@ -420,7 +420,7 @@ static inline void seat_embed(seat *s, const sequence *q) {
 static inline void seat_embed_back(seat *s, const sequence *q, const float *d) {
     const int64_t n = s->n->s.hidden;
     for (int64_t row = 0; row < s->rows; row++) {
-        const block b = seat_block(s, q, row);
+        const tile b = seat_block(s, q, row);
         float *to = b.grad + q->text[b.position] * n;
         for (int64_t i = 0; i < n; i++) to[i] += d[row * n + i];
     }
@@ -434,7 +434,7 @@ static inline void seat_loss(seat *s, const sequence *q) {
     const size_t bytes = (size_t)(TRAIN_BLOCK * hidden) * sizeof(float);
     float *x = s->x + n->s.layers * s->rows * hidden;
     for (int64_t row = 0; row < s->rows; row += TRAIN_BLOCK, x += TRAIN_BLOCK * hidden) {
-        const block b = seat_block(s, q, row);
+        const tile b = seat_block(s, q, row);
         seat_norm(s, s->norm, x, net_output_norm(n));
         seat_product(s, s->logits, s->norm, net_output(n));
         for (int64_t r = 0; r < TRAIN_BLOCK; r++) {
