@@ -323,8 +323,8 @@ enum { STAGE_NONE, STAGE_GPT2, STAGE_LLAMA3, STAGE_MARKS, STAGE_CASED, STAGE_CAS
 
 typedef struct word_stage {
     uint8_t kind, least, most;         /* characters of a run, most 0: any; digits of a word */
-    uint8_t blank;                     /* 1: a blank before the run belongs to it. Of CLASS_SIGN: one
-                                        * character more */
+    uint8_t blank;                     /* 1: a blank before the run belongs to it. In CLASS_SIGN:
+                                        * one character more */
 } word_stage;
 
 typedef struct word_rule {
@@ -781,7 +781,7 @@ static inline int token_ends(const tokenizer *t, int32_t id) {
     static const char *const ends[] = {
         "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>",
         "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "<end_of_utterance>",
-        "<\xEF\xBD\x9C" "end\xE2\x96\x81of\xE2\x96\x81sentence\xEF\xBD\x9C>" };
+        "<\357\275\234end\342\226\201of\342\226\201sentence\357\275\234>" };
     if (id == t->eos || id == t->eot || id == t->eom) return 1;
     for (size_t i = 0; i < sizeof ends / sizeof *ends; i++)
         if ((t->type[id] == TOKEN_CONTROL || t->type[id] == TOKEN_USER) &&
