@@ -331,7 +331,7 @@ typedef struct pass {
     tl *picture;                       /* may be null */
     progress bar;
     seat seats[MAX_RANKS];
-    char why[720];
+    char why[RA_TEXT_BYTES + 48];
 } pass;
 
 typedef struct worker { ra_ring *ring; ra_job job; } worker;
