@@ -87,6 +87,7 @@ typedef struct infer_rank {
     float *logits;                     /* [INFER_HEAD_ROWS][vocabulary] */
     int64_t *own;                      /* [chunk] which of the new tokens are this rank's */
     int64_t owned, want;               /* how many; the first new token whose logits are needed */
+    int64_t skipped;                   /* how many of this rank's tokens are before `want` */
     int32_t *next, *heard;             /* [chunk] the token after each new one; -1: not known yet */
     struct infer_choice *choice;       /* [vocabulary] for sampling */
     int32_t *tokens;                   /* [context + 1] */
@@ -263,24 +264,23 @@ static inline int32_t infer_sample(const infer_options *o, const float *logits, 
 }
 
 /* -------------------------------------------------------------------------- one layer */
-/* y = x / rms(x) * weight, for rows of n floats. y may be x. */
-static inline void infer_norm(float *y, const float *x, const float *weight, int64_t rows,
-                              int64_t n, float epsilon) {
-    for (int64_t r = 0; r < rows; r++, x += n, y += n) {
-        double sum = 0;
-        for (int64_t i = 0; i < n; i++) sum += (double)x[i] * (double)x[i];
-        const float scale = (float)(1 / sqrt(sum / (double)n + (double)epsilon));
-        for (int64_t i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
-    }
-}
+typedef struct infer_turned {
+    const infer_rank *r;
+    float *rows;
+    int32_t heads;
+    int windowed;
+    int64_t from, piece;               /* rows */
+} infer_turned;
 
-/* Turns the heads of this rank's rows by their positions. */
-static inline void infer_rope(const infer_rank *r, int windowed, float *rows, int32_t heads) {
-    const model *m = r->e->m;
+static inline void infer_rope_piece(void *ctx, int64_t piece) {
+    const infer_turned *t = (const infer_turned *)ctx;
+    const model *m = t->r->e->m;
     const int32_t half = m->rope_dims / 2, apart = m->rope_halves ? half : 1;
-    for (int64_t i = 0; i < r->owned * heads; i++) {
-        const float *turn = r->turn[windowed] + i / heads * m->rope_dims;
-        float *x = rows + i * m->dim;
+    const int64_t from = t->from + piece * t->piece;
+    const int64_t end = from + t->piece < t->r->owned ? from + t->piece : t->r->owned;
+    for (int64_t i = from * t->heads; i < end * t->heads; i++) {
+        const float *turn = t->r->turn[t->windowed] + i / t->heads * m->rope_dims;
+        float *x = t->rows + i * m->dim;
         for (int32_t p = 0; p < half; p++) {
             float *a = x + (m->rope_halves ? p : 2 * p), *b = a + apart;
             const float c = turn[2 * p], s = turn[2 * p + 1], u = *a, w = *b;
@@ -288,6 +288,22 @@ static inline void infer_rope(const infer_rank *r, int windowed, float *rows, in
             *b = u * s + w * c;
         }
     }
+}
+
+/* Turns the heads of this rank's rows from `from` on by their positions. */
+static inline void infer_rope(const infer_rank *r, int windowed, float *rows, int32_t heads,
+                              int64_t from) {
+    pool *p = &r->e->workers;
+    const int64_t n = r->owned - from, pieces = n * heads * r->e->m->dim > 20000 ? p->threads + 1
+                                                                                  : 1;
+    infer_turned t;
+    t.r = r;
+    t.windowed = windowed;
+    t.rows = rows;
+    t.heads = heads;
+    t.from = from;
+    t.piece = (n + pieces - 1) / pieces;
+    if (n > 0) pool_run(p, infer_rope_piece, &t, (n + t.piece - 1) / t.piece);
 }
 
 /* Angles are rounded to f32, as in the libraries that models come from. */
@@ -303,11 +319,16 @@ static inline void infer_turns(const infer_rank *r, int windowed, int64_t first)
     }
 }
 
-/* y = w x + bias, for this rank's rows. bias: may be null. */
+/* y = w x + bias, for this rank's rows from `from` on. bias: may be null. In decoding, matrices of
+ * integers are multiplied by integers. */
 static inline void infer_product(const infer_rank *r, const matrix *w, const float *bias,
-                                 const float *x, float *y) {
-    matmul_run(&r->e->workers, w, x, y, r->owned, r->scratch);
-    for (int64_t i = 0; i < r->owned && bias; i++)
+                                 const float *x, float *y, int64_t from) {
+    pool *p = &r->e->workers;
+    x += from * w->columns;
+    y += from * w->rows;
+    if (r->decoding == INFER_DECODE) matmul_decode(p, w, x, y, r->owned - from, r->scratch);
+    else matmul_run(p, w, x, y, r->owned - from, r->scratch);
+    for (int64_t i = 0; i < r->owned - from && bias; i++)
         for (int64_t j = 0; j < w->rows; j++) y[i * w->rows + j] += bias[j];
 }
 
@@ -347,9 +368,8 @@ static inline ra_status infer_attend(infer_rank *r, int32_t layer, int64_t first
     ra_cache *cache = r->cache[model_windowed(m, layer)][r->decoding];
     const int64_t row = (int64_t)m->kv_heads * m->dim;
     const int64_t skip = layer + 1 < m->layers ? 0 : r->want;
-    int64_t skipped = 0;
+    const int64_t skipped = layer + 1 < m->layers ? 0 : r->skipped;
     ra_status s = RA_OK;
-    while (skipped < r->owned && r->own[skipped] < skip) skipped++;
     r->t.k.data = r->memory + (size_t)layer * 2 * r->k_bytes;
     r->t.v.data = r->memory + (size_t)layer * 2 * r->k_bytes + r->k_bytes;
     r->t.q.data = r->q + skipped * m->heads * m->dim;
@@ -360,17 +380,17 @@ static inline ra_status infer_attend(infer_rank *r, int32_t layer, int64_t first
     return s == RA_OK ? s : infer_fail(r->e, s, ra_cache_error(cache)->text);
 }
 
-static inline float infer_silu(float x) { return x / (1 + expf(-x)); }
-
 static inline float infer_gelu(float x) {
     return 0.5f * x * (1 + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
 }
 
-/* Adds y to x, after a norm if the model has one there. */
-static inline void infer_add(const infer_rank *r, const float *norm) {
+/* Adds y to x, for this rank's rows from `from` on, after a norm if the model has one there. */
+static inline void infer_add(const infer_rank *r, const float *norm, int64_t from) {
     const model *m = r->e->m;
-    if (norm) infer_norm(r->y, r->y, norm, r->owned, m->hidden, m->epsilon);
-    for (int64_t i = 0; i < r->owned * m->hidden; i++) r->x[i] += r->y[i];
+    pool *p = &r->e->workers;
+    float *x = r->x + from * m->hidden, *y = r->y + from * m->hidden;
+    if (norm) matmul_norm(p, y, y, norm, r->owned - from, m->hidden, m->epsilon);
+    matmul_add(p, x, y, (r->owned - from) * m->hidden);
 }
 
 /* Ends the run of all ranks if a row of x has a number that is none after a layer. */
@@ -389,31 +409,46 @@ static inline ra_status infer_finite(infer_rank *r, int32_t layer, int64_t first
     return RA_OK;
 }
 
+/* What follows the attention of a layer, for this rank's rows from `from` on. */
+static inline void infer_feed(const infer_rank *r, const model_layer *l, int64_t from) {
+    const model *m = r->e->m;
+    pool *p = &r->e->workers;
+    const int64_t n = r->owned - from;
+    float *x = r->x + from * m->hidden, *y = r->y + from * m->hidden;
+    float *gate = r->gate + from * m->feed, *up = r->up + from * m->feed;
+    infer_product(r, &l->o, l->o_bias, r->o, r->y, from);
+    infer_add(r, l->attention_after, from);
+    matmul_norm(p, y, x, l->feed_norm, n, m->hidden, m->epsilon);
+    infer_product(r, &l->gate, NULL, r->y, r->gate, from);
+    infer_product(r, &l->up, NULL, r->y, r->up, from);
+    if (!m->gelu) matmul_gate(p, gate, up, n * m->feed);
+    for (int64_t i = 0; i < n * m->feed && m->gelu; i++) gate[i] = infer_gelu(gate[i]) * up[i];
+    infer_product(r, &l->down, NULL, r->gate, r->y, from);
+    infer_add(r, l->feed_after, from);
+}
+
+/* The last layer computes queries, and what follows the attention, for wanted tokens alone. */
 static inline ra_status infer_layer(infer_rank *r, int32_t layer, int64_t first, int64_t count) {
     const model *m = r->e->m;
     const model_layer *l = &m->layer[layer];
-    const int64_t n = r->owned;
+    const int64_t n = r->owned, from = layer + 1 < m->layers ? 0 : r->skipped;
+    const int64_t q = (int64_t)m->heads * m->dim;
     const int windowed = model_windowed(m, layer);
+    pool *p = &r->e->workers;
     ra_status s;
-    infer_norm(r->y, r->x, l->attention_norm, n, m->hidden, m->epsilon);
-    infer_product(r, &l->q, l->q_bias, r->y, r->q);
-    infer_product(r, &l->k, l->k_bias, r->y, r->k);
-    infer_product(r, &l->v, l->v_bias, r->y, r->v);
-    if (l->q_norm) infer_norm(r->q, r->q, l->q_norm, n * m->heads, m->dim, m->epsilon);
-    if (l->k_norm) infer_norm(r->k, r->k, l->k_norm, n * m->kv_heads, m->dim, m->epsilon);
-    infer_rope(r, windowed, r->q, m->heads);
-    infer_rope(r, windowed, r->k, m->kv_heads);
+    matmul_norm(p, r->y, r->x, l->attention_norm, n, m->hidden, m->epsilon);
+    infer_product(r, &l->q, l->q_bias, r->y, r->q, from);
+    infer_product(r, &l->k, l->k_bias, r->y, r->k, 0);
+    infer_product(r, &l->v, l->v_bias, r->y, r->v, 0);
+    if (l->q_norm)
+        matmul_norm(p, r->q + from * q, r->q + from * q, l->q_norm,
+                    (n - from) * m->heads, m->dim, m->epsilon);
+    if (l->k_norm) matmul_norm(p, r->k, r->k, l->k_norm, n * m->kv_heads, m->dim, m->epsilon);
+    infer_rope(r, windowed, r->q, m->heads, from);
+    infer_rope(r, windowed, r->k, m->kv_heads, 0);
     s = infer_attend(r, layer, first, count);
     if (s != RA_OK) return s;
-    infer_product(r, &l->o, l->o_bias, r->o, r->y);
-    infer_add(r, l->attention_after);
-    infer_norm(r->y, r->x, l->feed_norm, n, m->hidden, m->epsilon);
-    infer_product(r, &l->gate, NULL, r->y, r->gate);
-    infer_product(r, &l->up, NULL, r->y, r->up);
-    for (int64_t i = 0; i < n * m->feed; i++)
-        r->gate[i] = (m->gelu ? infer_gelu(r->gate[i]) : infer_silu(r->gate[i])) * r->up[i];
-    infer_product(r, &l->down, NULL, r->gate, r->y);
-    infer_add(r, l->feed_after);
+    infer_feed(r, l, from);
     return infer_finite(r, layer, first);
 }
 
@@ -427,15 +462,19 @@ static inline void infer_embed(infer_rank *r, const int32_t *tokens) {
     for (int64_t i = 0; i < r->owned * w->columns; i++) r->x[i] *= r->e->m->embedding_scale;
 }
 
-/* Computes logits and next tokens of the rows of x from `from` on. New token i is at position
- * first + i. */
-static inline void infer_head(infer_rank *r, int64_t from, int64_t first) {
+/* Computes logits and next tokens of the wanted rows of x. New token i is at position first + i. */
+static inline void infer_head(infer_rank *r, int64_t first) {
     const infer_engine *e = r->e;
     const model *m = e->m;
-    infer_norm(r->y, r->x, m->output_norm, r->owned, m->hidden, m->epsilon);
+    const int64_t from = r->skipped;
+    pool *p = &r->e->workers;
+    matmul_norm(p, r->y + from * m->hidden, r->x + from * m->hidden, m->output_norm,
+                r->owned - from, m->hidden, m->epsilon);
     for (int64_t at = from; at < r->owned; at += INFER_HEAD_ROWS) {
         const int64_t most = INFER_HEAD_ROWS, n = r->owned - at < most ? r->owned - at : most;
-        matmul_run(&r->e->workers, &m->output, r->y + at * m->hidden, r->logits, n, r->scratch);
+        const float *y = r->y + at * m->hidden;
+        if (r->decoding == INFER_DECODE) matmul_decode(p, &m->output, y, r->logits, n, r->scratch);
+        else matmul_run(p, &m->output, y, r->logits, n, r->scratch);
         for (int64_t i = 0; i < n; i++) {
             const int64_t token = r->own[at + i];
             float *row = r->logits + i * m->vocabulary;
@@ -453,14 +492,13 @@ static inline void infer_head(infer_rank *r, int64_t from, int64_t first) {
  * new token `want` on, r->next gets the token that follows each. */
 static inline ra_status infer_forward(infer_rank *r, int64_t first, int64_t count, int64_t want) {
     infer_engine *e = r->e;
-    int64_t from = 0;
     ra_status s = RA_OK;
-    r->owned = 0;
+    r->owned = r->skipped = 0;
     r->want = want;
     for (int64_t i = 0; i < count; i++) {
         r->next[i] = -1;
         if (ra_cache_owner(r->cache[r->some][INFER_PROMPT], first + i) != r->rank) continue;
-        if (i < want) from = r->owned + 1;
+        if (i < want) r->skipped++;
         r->own[r->owned++] = i;
     }
     infer_embed(r, r->tokens + first);
@@ -468,7 +506,7 @@ static inline ra_status infer_forward(infer_rank *r, int64_t first, int64_t coun
         if (r->cache[i][INFER_PROMPT]) infer_turns(r, i, first);
     for (int32_t i = 0; i < e->m->layers && s == RA_OK; i++) s = infer_layer(r, i, first, count);
     if (s != RA_OK) return s;
-    if (from < r->owned) infer_head(r, from, first);
+    if (r->skipped < r->owned) infer_head(r, first);
     return infer_share(r, want, count);
 }
 
