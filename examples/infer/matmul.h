@@ -284,7 +284,7 @@ static inline void matmul_run(pool *p, const matrix *w, const float *x, float *y
     m.few = !copied;
     m.apart = copied ? (n + 15) / 16 * 16 + (n % 512 > 496 || n % 512 == 0 ? 16 : 0) : n;
     for (int64_t t = 0; t < tokens; t += m.tokens) {
-        m.tokens = tokens - t < MATMUL_BLOCK_TOKENS ? tokens - t : MATMUL_BLOCK_TOKENS;
+        m.tokens = tokens - t < MATMUL_BLOCK_TOKENS ? tokens - t : (int64_t)MATMUL_BLOCK_TOKENS;
         m.x = copied ? line : x + t * n;
         m.y = y + t * w->rows;
         for (int64_t i = 0; i < m.tokens && copied; i++) {
@@ -502,6 +502,7 @@ MATMUL_NAME(matmul_tile)(int rows, int tokens, int32_t dtype, const MATMUL_NAME(
 static inline __attribute__((always_inline)) MATMUL_TARGET void
 MATMUL_NAME(matmul_direct)(int rows, int tokens, int32_t dtype, const matmul *m, int64_t row,
                            int64_t token) {
+    const MATMUL_NAME(matmul_v) zero = { 0 };
     MATMUL_NAME(matmul_v) sum[MATMUL_ROWS][4];
     MATMUL_NAME(matmul_strip) s;
     s.bytes = (size_t)gguf_row_bytes(dtype, m->w->columns);
@@ -509,7 +510,7 @@ MATMUL_NAME(matmul_direct)(int rows, int tokens, int32_t dtype, const matmul *m,
     s.n = s.apart = m->w->columns;
     s.x = m->x + token * s.n;
     MATMUL_UNROLL for (int r = 0; r < rows; r++)
-        MATMUL_UNROLL for (int t = 0; t < tokens; t++) sum[r][t] = (MATMUL_NAME(matmul_v)) { 0 };
+        MATMUL_UNROLL for (int t = 0; t < tokens; t++) sum[r][t] = zero;
     MATMUL_NAME(matmul_tile)(rows, tokens, dtype, &s, sum);
     MATMUL_UNROLL for (int r = 0; r < rows; r++)
         MATMUL_UNROLL for (int t = 0; t < tokens; t++)
@@ -569,9 +570,10 @@ MATMUL_NAME(matmul_whole)(int rows, int tokens, const matmul *m, int64_t row, in
     const uint8_t *w = m->w->data + (size_t)row * bytes;
     const int16_t *x = m->whole + token * blocks * 32;
     const float *step = m->step + token * blocks;
+    const vec zero = { 0 };
     vec sum[MATMUL_ROWS][4];
     MATMUL_UNROLL for (int r = 0; r < rows; r++)
-        MATMUL_UNROLL for (int t = 0; t < tokens; t++) sum[r][t] = (vec) { 0 };
+        MATMUL_UNROLL for (int t = 0; t < tokens; t++) sum[r][t] = zero;
     for (int64_t at = 0; at < blocks; at += 16) {
         const int64_t n = blocks - at < 16 ? blocks - at : 16;
         float scale[16], by[MATMUL_ROWS][4][16];
@@ -741,7 +743,7 @@ static inline MATMUL_TARGET void MATMUL_NAME(matmul_block)(const matmul *m, int6
     typedef MATMUL_NAME(matmul_v) vec;
     const matrix *w = m->w;
     const int64_t n = w->columns;
-    const int rows = (int)(end - row < MATMUL_BLOCK_ROWS ? end - row : MATMUL_BLOCK_ROWS);
+    const int rows = (int)(end - row < MATMUL_BLOCK_ROWS ? end - row : (int64_t)MATMUL_BLOCK_ROWS);
     const int tokens = (int)m->tokens;
     MATMUL_NAME(matmul_strip) s;
     s.row = (const uint8_t *)b->wide[0];
@@ -749,7 +751,7 @@ static inline MATMUL_TARGET void MATMUL_NAME(matmul_block)(const matmul *m, int6
     s.apart = m->apart;
     for (int r = 0; r < rows; r++) memset(b->sum[r], 0, (size_t)tokens * sizeof b->sum[r][0]);
     for (int64_t at = 0; at < n; at += MATMUL_DEEP) {
-        s.n = n - at < MATMUL_DEEP ? n - at : MATMUL_DEEP;
+        s.n = n - at < MATMUL_DEEP ? n - at : (int64_t)MATMUL_DEEP;
         s.x = m->x + at;
         MATMUL_NAME(matmul_widen)(w, row, rows, at, s.n, b->wide[0]);
         s.n = (s.n + MATMUL_LANES - 1) / MATMUL_LANES * MATMUL_LANES;
