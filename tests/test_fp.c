@@ -627,7 +627,7 @@ TEST(rings) {
                                     RING_COPIES, RING_STEPS, RING_SENDRECV };
         const int way = i % 7;
         h_rng r = h_case_rng(i);
-        if (!h_case(i) || !ra_isa_available(isas[i / 7])) continue;
+        if (!h_case(i) || !ra_isa_available(isas[i / 7]) || !h_variant(i / 7, way % 2)) continue;
         g.d = ra_desc_make(HQ, HKV, D, RA_F32, way == 3 ? RA_MASK_NONE : RA_MASK_CAUSAL);
         g.d.tokens = TOKENS;
         g.d.ranks = RANKS;
