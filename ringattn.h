@@ -1651,7 +1651,8 @@ extern int nanosleep(const struct timespec *request, struct timespec *remain);
 typedef uint64_t ra__fp;
 #define RA__OWN_FP __attribute__((cleanup(ra__fp_leave), unused)) const
 
-RA__INLINE void ra__fp_leave(const ra__fp *caller) {
+/* nothrow: in C++ clang 14 would guard the cleanup by a function of its own. */
+__attribute__((nothrow)) RA__INLINE void ra__fp_leave(const ra__fp *caller) {
     __asm__ volatile("" : : : "memory");
 #if defined(__x86_64__)
     __builtin_ia32_ldmxcsr((uint32_t)*caller);
