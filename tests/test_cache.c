@@ -1644,7 +1644,7 @@ typedef struct spoiler { ra_transport below; int at, come; } spoiler;
 typedef struct spoilt {
     int32_t travel, queries, checksums, level_0;
     int at, come;                      /* of rank 0; -1: nothing is changed; messages with data */
-    ra_status end[3];
+    ra_status end[3], left[3];         /* of ra_infer, of ra_cache_destroy */
     ra_error why;
     float o[3][64][4][32];
 } spoilt;
@@ -1667,6 +1667,10 @@ static int spoil_poll(void *ctx, ra_transport_op *const *ops, int n) {
 static int spoil_abort(void *ctx, int why) {
     spoiler *x = (spoiler *)ctx;
     return x->below.abort(x->below.ctx, why);
+}
+static int spoil_quiesce(void *ctx, int64_t deadline_ns) {
+    spoiler *x = (spoiler *)ctx;
+    return x->below.quiesce(x->below.ctx, deadline_ns);
 }
 static int spoil_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
                           size_t r_len, uint64_t tag, int64_t deadline_ns) {
@@ -1699,8 +1703,8 @@ static ra_status spoilt_rank(ra_world *world, int rank, void *user) {
     net.post = spoil_post;
     net.poll = spoil_poll;
     net.wait = NULL;
-    net.caps &= ~(uint32_t)RA_CAP_SHARED;              /* which needs quiesce */
-    net.quiesce = NULL;
+    net.caps &= ~(uint32_t)RA_CAP_SHARED;
+    net.quiesce = spoil_quiesce;
     net.abort = spoil_abort;
     zero.sendrecv = spoil_sendrecv;
     its->end[rank] = ra_cache_create(&c, &s.d, its->level_0 ? &zero : &net, &s.cd);
@@ -1708,7 +1712,7 @@ static ra_status spoilt_rank(ra_world *world, int rank, void *user) {
     if (!rank) its->why = *ra_cache_error(c);
     if (!rank) its->come = x.come;
     ra_world_leave(world, rank, its->end[rank]);
-    (void)ra_cache_destroy(c);
+    its->left[rank] = ra_cache_destroy(c);
     free(room);
     free(q);
     return RA_OK;
@@ -1736,6 +1740,7 @@ TEST(checksums) {
             h_context("travel %d, queries %d, level_0 %d, checksums %d, message %d of %d",
                       x.travel, x.queries, x.level_0, x.checksums, at, plain.come);
             (void)ra_world_run(3, spoilt_rank, &x, NULL);
+            for (int r = 0; r < 3; r++) CHECK_EQ(x.left[r], RA_OK);
             CHECK_EQ(x.end[0], at >= 0 && x.checksums ? RA_E_PROTO : RA_OK);
             if (x.end[0])
                 CHECK(!strcmp(x.why.field, "transport") && strstr(x.why.text, "checksum") &&
