@@ -2801,6 +2801,10 @@ RA__INLINE const uint8_t *ra__bias_row(const ra__score *score, int32_t row) {
     return score->bias + (score->bias_rows ? score->bias_rows[row] : row * score->bias_row_stride);
 }
 
+/* From here on down a bias hides its key: its product with log2(e) is -inf. A factor below 1 would
+ * make it a number, so where heads have factors it becomes -inf as it is loaded. */
+static const float ra__bias_hidden = -2.359e38f;
+
 /* Bias of row `row` of the query block and the key at position `pos`. */
 RA__INLINE float ra__bias_at(const ra__score *score, int32_t row, int32_t pos) {
     const uint8_t *at = ra__bias_row(score, row) + pos * score->bias_key_stride;
@@ -2809,10 +2813,11 @@ RA__INLINE float ra__bias_at(const ra__score *score, int32_t row, int32_t pos) {
     if (pos < 0 || pos >= score->bias_keys) return x;
     if (score->bias_dtype == RA_F32) {
         memcpy(&x, at, sizeof x);
-        return x;
+    } else {
+        memcpy(&half, at, sizeof half);
+        x = score->bias_dtype == RA_F16 ? ra__f32_of_f16(half) : ra__f32_of_bf16(half);
     }
-    memcpy(&half, at, sizeof half);
-    return score->bias_dtype == RA_F16 ? ra__f32_of_f16(half) : ra__f32_of_bf16(half);
+    return x <= ra__bias_hidden ? ra__neg_inf() : x;
 }
 
 /* 1 if the n positions at `pos` are consecutive, and none is that of an empty cell. */
@@ -3456,6 +3461,15 @@ RA__ISA_INLINE void RA__NAME(load_bias_square)(const uint8_t *from, const int64_
     RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++) RA__NAME(store)(to + i * step, v[i]);
 }
 
+/* Of n vectors, `step` apart: biases that hide their key become -inf. */
+RA__ISA_NOINLINE void RA__NAME(hide_biases)(float *x, int32_t n, int32_t step) {
+    for (int32_t i = 0; i < n; i++, x += step) {
+        RA__FLOATS v = RA__NAME(load)(x);
+        RA__MASK hidden = RA__NAME(less)(v, RA__NAME(set)(ra__bias_hidden));
+        RA__NAME(store)(x, RA__NAME(select)(hidden, RA__NAME(set)(ra__neg_inf()), v));
+    }
+}
+
 /* to[j * step] = a vector of the biases of key j and the rows from `row` on, for the keys
  * [first, last); 0 beyond the panel. Each row has its own biases. ahead: as above.
  * PERF: rows of the bias are loaded as vectors and transposed. Zen 5, D 128, share of the FMA peak:
@@ -3482,6 +3496,8 @@ RA__ISA_NOINLINE void RA__NAME(load_bias)(const ra__panel *panel, const ra__keys
                                        score->bias_dtype);
         j += RA__WIDTH;
     }
+    if (score->bias_factor != 1.0f)
+        RA__NAME(hide_biases)(to + first * step, last - first, step);
 }
 
 /* Products c [ni][RA__SLAB] of the keys from key j on become scores in s, modified and masked, and
@@ -4306,6 +4322,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_prepare)(const ra__decode_rows *rows,
     const ra__score *score = rows->score;
     const int32_t run = ra__positions_are_run(keys->pos, keys->n) &&
                         ra__bias_is_run(score, keys->pos[0], keys->n);
+    const int32_t each = rows->one_row ? 1 : 4;
     float *to = x->bias;
     x->alibi = (rows->d->scores & RA_SCORE_ALIBI) != 0;
     if (x->alibi) RA__NAME(decode_distances)(rows, keys, x->distance);
@@ -4318,7 +4335,9 @@ RA__ISA_NOINLINE void RA__NAME(decode_prepare)(const ra__decode_rows *rows,
         x->of[h] = same ? x->of[h - 1] : to;
         if (same) continue;
         RA__NAME(decode_biases)(rows + h, keys, run, to);
-        to += (rows->one_row ? 1 : 4) * keys->n;
+        if (rows->d->scores & RA_SCORE_FACTORS)
+            RA__NAME(hide_biases)(to, (each * keys->n + RA__WIDTH - 1) / RA__WIDTH, RA__WIDTH);
+        to += each * keys->n;
     }
 }
 
@@ -11448,7 +11467,7 @@ static int ra__bias_hides_row(const uint8_t *at, int32_t n, int64_t step, int32_
         memcpy(size == 4 ? (void *)&x : (void *)&half, at + i * step, (size_t)size);
         if (dtype == RA_F16) x = ra__f32_of_f16(half);
         else if (dtype == RA_BF16) x = ra__f32_of_bf16(half);
-        if (!(x <= -2.36e38f)) return 0;
+        if (!(x <= ra__bias_hidden)) return 0;
     }
     return 1;
 }

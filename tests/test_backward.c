@@ -517,6 +517,87 @@ TEST(huge_bias) {
     }
 }
 
+/* A call with factors per head, forward and then backward: their outputs in `out`. hide: the bias
+ * of hidden keys. i selects the case; of a row without keys O is 0, its LSE -inf. */
+enum { HIDE_D = 64, HIDE_KEYS = 150, HIDE_HEADS = 4, HIDE_ROWS = 70, HIDE_CASES = 3 * 3 * 4,
+       HIDE_ALL = HIDE_HEADS * HIDE_ROWS * HIDE_KEYS };
+typedef struct hide_out {
+    float o[HIDE_ROWS][HIDE_HEADS][HIDE_D], lse[HIDE_ROWS][HIDE_HEADS];
+    float d_q[HIDE_ROWS * HIDE_HEADS * HIDE_D], d_k[HIDE_KEYS * 2 * HIDE_D];
+    float d_v[HIDE_KEYS * 2 * HIDE_D], d_bias[HIDE_ALL];
+} hide_out;
+
+static void hide_run(int64_t i, int32_t isa, float hide, hide_out *out) {
+    static const float factors[HIDE_HEADS] = { 0.5f, 1e-3f, 4, 0.68f };
+    static const int32_t tokens[3] = { 1, 17, HIDE_ROWS };
+    static float x[HIDE_KEYS * 2 * HIDE_D], wide[HIDE_ALL];
+    static uint8_t q[sizeof x], k[sizeof x], bias[2 * sizeof wide], work[1 << 21];
+    h_rng r = h_case_rng(i);
+    const int32_t rows = tokens[h_pick(&i, 3)], which = h_pick(&i, 3);
+    const int32_t dtype = RA_F32 + h_pick(&i, 4), per_row = which < 2;
+    const int32_t asks = dtype == RA_Q8_0 ? RA_F32 : dtype, step = h_one_in(&r, 2) ? 2 : 1;
+    const int32_t size = dtype == RA_BF16 ? 2 : 4;
+    ra_desc d = ra_desc_make(HIDE_HEADS, 2, HIDE_D, dtype, per_row ? RA_MASK_NONE : RA_MASK_CAUSAL);
+    ra_tensors t = { 0 };
+    d.q_dtype = asks;
+    d.o_dtype = RA_F32;
+    d.tokens = rows;
+    d.kv_tokens = HIDE_KEYS;
+    d.scores = RA_SCORE_BIAS | RA_SCORE_FACTORS;
+    d.train = dtype != RA_Q8_0 && (rows > 1 || h_one_in(&r, 2));
+    d.isa = isa;
+    for (size_t j = 0; j < sizeof x / sizeof *x; j++) x[j] = h_normal(&r);
+    CHECK_EQ(ra_convert(q, asks, x, RA_F32, rows * HIDE_HEADS * HIDE_D), RA_OK);
+    CHECK_EQ(ra_convert(k, dtype, x, RA_F32, HIDE_KEYS * 2 * HIDE_D), RA_OK);
+    for (int64_t j = 0; j < HIDE_ALL; j++) {
+        const int64_t row = j / HIDE_KEYS % HIDE_ROWS, head = j / HIDE_KEYS / HIDE_ROWS;
+        const int empty = per_row ? row % 16 == 0 && head < HIDE_HEADS - which : j % HIDE_KEYS == 0;
+        wide[j] = empty || h_one_in(&r, 3) ? hide : h_normal(&r);
+    }
+    for (int64_t j = 0; j < HIDE_ALL; j++)
+        CHECK_EQ(ra_convert(bias + j * step * size, size == 4 ? RA_F32 : RA_BF16, wide + j, RA_F32,
+                            1), RA_OK);
+    memset(out, 0, sizeof *out);
+    t.q.data = q; t.k.data = t.v.data = k; t.o.data = out->o; t.lse.data = out->lse;
+    t.d_o.data = x; t.d_q.data = out->d_q; t.d_k.data = out->d_k; t.d_v.data = out->d_v;
+    t.bias_factors = factors;
+    t.bias.data = bias;
+    t.bias.dtype = size == 4 ? RA_F32 : RA_BF16;
+    t.bias.keys = HIDE_KEYS;
+    t.bias.key_step = size * step;
+    t.bias.row_step = per_row * HIDE_KEYS * size * step;
+    t.bias.head_step = which ? HIDE_ROWS * HIDE_KEYS * size * step : 0;
+    CHECK_EQ(ra_attention(&d, &t, work, sizeof work, 0, 1), RA_OK);
+    for (int32_t row = 0; row < (per_row ? rows : 1); row += 16)
+        for (int h = 0; h < HIDE_HEADS - which % 2; h++) {
+            CHECK(isinf(out->lse[row][h]) && out->lse[row][h] < 0);
+            for (int c = 0; c < HIDE_D; c++) CHECK(out->o[row][h][c] == 0);
+        }
+    if (!d.train) return;
+    t.d_bias.data = out->d_bias;
+    t.d_bias.keys = HIDE_KEYS;
+    t.d_bias.key_step = 4;
+    t.d_bias.row_step = HIDE_KEYS * 4;
+    t.d_bias.head_step = HIDE_ROWS * HIDE_KEYS * 4;
+    CHECK_EQ(ra_attention_backward(&d, &t, work, sizeof work, 0, 1), RA_OK);
+}
+
+/* A bias of nearly the lowest float hides its key whatever the factor of the head: the same bits as
+ * with -inf. One token, which decodes, and more; a bias by row and key, shared by heads or not, or
+ * by key under a causal mask, where row 0 sees only a hidden key; contiguous or not. */
+TEST(factors_show_no_hidden_key) {
+    static hide_out got, want;
+    int64_t n = 0;
+    for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++)
+        for (int64_t i = 0; i < HIDE_CASES && ra_isa_available(isa); i++) {
+            if (!h_case(n++)) continue;
+            h_context("isa %d case %d", isa, (int)i);
+            hide_run(i, isa, -HUGE_VALF, &want);
+            hide_run(i, isa, -3.38e38f, &got);
+            CHECK_BITS(&got, &want, sizeof got);
+        }
+}
+
 /* A window of 20 over 200 tokens: NaN in one row of one tensor reaches what saw it and no more. */
 TEST(nan_stays_where_it_is_seen) {
     enum { T = 200, W = 20, BAD = 100, D = 8 };
@@ -1007,7 +1088,8 @@ TEST(refusals_beside_the_tensors) {
 
 static const h_test tests[] = {
     ENTRY(masks_and_layouts), ENTRY(everything_at_random), ENTRY(shapes_on_every_instruction_set),
-    ENTRY(long_sequence), ENTRY(huge_bias), ENTRY(oracle_against_finite_differences),
+    ENTRY(long_sequence), ENTRY(huge_bias), ENTRY(factors_show_no_hidden_key),
+    ENTRY(oracle_against_finite_differences),
     ENTRY(threads_do_not_change_bits), ENTRY(gradients_one_by_one),
     ENTRY(nan_stays_where_it_is_seen), ENTRY(unseen_is_zero),
     ENTRY(dropout_keeps_what_it_promises), ENTRY(gradient_of_the_merge), ENTRY(blocks_of_keys),
