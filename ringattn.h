@@ -591,10 +591,11 @@ typedef struct ra_desc {
     int32_t train;                     /* 1: backward passes follow. 0: all of Training is 0 */
     int32_t grad_dtype;                /* 0, RA_F32: t.d_q, d_k, d_v are f32 and added to; RA_F16,
                                         * RA_BF16: of this dtype and overwritten */
-    float dropout;                     /* probability in [0, 1) that a softmax weight is set to 0;
-                                        * the others are multiplied by 1 / (1 - dropout). The choice
-                                        * follows from t.seed, sequence, head and positions alone.
-                                        * The LSE is computed before dropout */
+    float dropout;                     /* probability in [0, 1), not subnormal, that a softmax
+                                        * weight is set to 0; the others are multiplied by
+                                        * 1 / (1 - dropout). The choice follows from t.seed,
+                                        * sequence, head and positions alone. The LSE is computed
+                                        * before dropout */
     int32_t grad_return;               /* RA_RETURN_*. No effect on one rank */
     /* This machine. Local. */
     int32_t threads;                   /* rings and caches: how many threads may compute at the same
@@ -663,7 +664,8 @@ typedef struct ra_tensors {
                                         * denominator as exp(sink): not scaled, capped or dropped.
                                         * alibi, sinks and seed must be equal on all ranks */
     ra_bias bias;                      /* with RA_SCORE_BIAS */
-    const float *bias_factors;         /* [Hq] > 0, with RA_SCORE_FACTORS. Equal on all ranks */
+    const float *bias_factors;         /* [Hq] 1.2e-38 to 1e28, with RA_SCORE_FACTORS. Equal on all
+                                        * ranks */
     uint64_t seed;                     /* of dropout: the same forward and backward */
     /* Only for backward calls, which also read o and lse as forward left them: lse is required
      * there. Leave gradients that you do not want {0} or null; on one rank, and for d_q in a ring,
@@ -10384,9 +10386,11 @@ static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, int64_t
     if (!x.status) x.status = ra__check_address(e, "t.sinks", t->sinks, 4);
     if (!x.status) x.status = ra__check_address(e, "t.bias", b->data, element);
     if (!x.status) x.status = ra__check_address(e, "t.bias_factors", t->bias_factors, 4);
-    for (int32_t h = 0; t->bias_factors && !x.status && h < d->q_heads; h++)
-        ra__refuse_if(&x, !(t->bias_factors[h] > 0 && t->bias_factors[h] <= 1e28f), RA_E_RANGE,
-                      "t.bias_factors", "element # is not positive, or above 1e28", h);
+    for (int32_t h = 0; t->bias_factors && !x.status && h < d->q_heads; h++) {
+        const uint32_t bits = ra__f32_bits(t->bias_factors[h]); /* rise with positive numbers */
+        ra__refuse_if(&x, bits < 0x800000u || bits > ra__f32_bits(1e28f), RA_E_RANGE,
+                      "t.bias_factors", "element # is not positive, subnormal, or above 1e28", h);
+    }
     if (x.status || !(steps[0] | steps[1] | steps[2] | steps[3])) return x.status;
     const int64_t counts[4] = { d->sequences, d->q_heads, rows, ra__bias_keys(b->keys) };
     return ra__check_steps(steps, counts, element, "t.bias", e);
@@ -10741,8 +10745,9 @@ static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
                        "must be 0 or from 1e-20 to 1e20", ra__f64_of_f32(d->scale));
     ra__refuse_real_if(&x, !ra__factor_valid(d->softcap), RA_E_RANGE, "softcap",
                        "must be 0 or from 1e-20 to 1e20", ra__f64_of_f32(d->softcap));
-    ra__refuse_real_if(&x, !(dropout >= 0 && dropout < 1), RA_E_RANGE, "dropout",
-                       "must be at least 0 and less than 1", dropout);
+    ra__refuse_real_if(&x, dropout != 0 && !(dropout >= 1.1754943508222875e-38 && dropout < 1),
+                       RA_E_RANGE, "dropout",
+                       "must be at least 0 and less than 1, and not subnormal", dropout);
     if (x.status || ra__rates_unknown(&d->rates)) return x.status;
     return ra__check_rates(&d->rates, e);
 }

@@ -342,22 +342,22 @@ TEST(figures_of_plans) {
     }
 }
 
-/* A field that is no number is refused in any state, and so is a negative one that is denormal. */
+/* A field that is no number is refused in any state, and so is one that is denormal. */
 TEST(refused_numbers) {
-    const float wrong[] = { NAN, INFINITY, -1, -1e-40f };
-    for (int i = 0; i < 4 * 3 * STATES; i++) {
+    const float wrong[] = { NAN, INFINITY, -1, -1e-40f, 1e-40f };
+    for (int i = 0; i < 5 * 3 * STATES; i++) {
         ra_error why = { 0 };
         ra_desc d = ra_desc_make(2, 1, 8, RA_F32, RA_MASK_CAUSAL), full;
         ra_status s;
         d.tokens = 5;
         d.train = 1;
         d.error = &why;
-        float *field = i / 4 % 3 == 0 ? &d.scale : i / 4 % 3 == 1 ? &d.softcap : &d.dropout;
-        memcpy(field, &wrong[i % 4], sizeof *field);
-        (void)fp_set(i / 12);
+        float *field = i / 5 % 3 == 0 ? &d.scale : i / 5 % 3 == 1 ? &d.softcap : &d.dropout;
+        memcpy(field, &wrong[i % 5], sizeof *field);
+        (void)fp_set(i / 15);
         s = ra_desc_resolve(&d, &full);
         fp_default();
-        h_context("field %d value %d state %d: %s", i / 4 % 3, i % 4, i / 12, why.text);
+        h_context("field %d value %d state %d: %s", i / 5 % 3, i % 5, i / 15, why.text);
         CHECK_EQ(s, RA_E_RANGE);
     }
 }
@@ -567,19 +567,22 @@ static ra_status ring_rank(ra_world *world, int rank, void *user) {
     return x->s;
 }
 
-/* A slope that is no number is refused by a ring too, in any state. */
-TEST(refused_slopes) {
+/* A slope, or a factor of biases, that is no number is refused by a ring too, in any state, and so
+ * is a factor that is denormal. */
+static void refused_slopes(int factors, const float *slopes) {
     static float rows[4][HQ * D];
-    static const float slopes[HQ] = { 1, 1, NAN, 1 };
     ra_desc d = ra_desc_make(HQ, HKV, D, RA_F32, RA_MASK_CAUSAL);
     ra_plan *plan = NULL;
     ra_ring *ring = NULL;
     ra_tensors t;
     memset(&t, 0, sizeof t);
     t.q.data = rows[0]; t.k.data = rows[1]; t.v.data = rows[2]; t.o.data = rows[3];
-    t.alibi = slopes;
+    if (factors) t.bias_factors = slopes;
+    else t.alibi = slopes;
+    t.bias.data = factors ? rows[0] : NULL;
+    t.bias.keys = factors;
     d.tokens = 1;
-    d.scores = RA_SCORE_ALIBI;
+    d.scores = factors ? RA_SCORE_BIAS | RA_SCORE_FACTORS : RA_SCORE_ALIBI;
     CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
     CHECK_EQ(ra_ring_create(&ring, plan, NULL, NULL), RA_OK);
     for (int i = 0; i < STATES && ring; i++) {
@@ -587,11 +590,15 @@ TEST(refused_slopes) {
         (void)fp_set(i);
         s = ra_forward(plan, ring, &t, RA_NO_DEADLINE);
         fp_default();
-        h_context("state %d", i);
+        h_context("factors %d state %d", factors, i);
         CHECK_EQ(s, RA_E_RANGE);
     }
     ra_ring_destroy(ring);
     ra_plan_destroy(plan);
+}
+TEST(refused_slopes) {
+    static const float wrong[2][HQ] = { { 1, 1, NAN, 1 }, { 1, 1, 1e-40f, 1 } };
+    for (int i = 0; i < 3; i++) refused_slopes(i > 0, wrong[i / 2]);
 }
 
 /* Fills the ranks; runs the ring in default states, then in `count` others. */

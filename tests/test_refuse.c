@@ -506,7 +506,7 @@ TEST(desc_floats) {
         { -0.0001234567f, "it was -0.000123457" }, { -1e-5f, "it was -1e-5" },
         { 1234567.0f, "it was 1234570" }, { 9.9999999e9f, "it was 1e10" },
         { -3.4e38f, "it was -3.4e38" }, { -1e-45f, "it was -1.4013e-45" },
-        { 123.456f, "it was 123.456" },
+        { 123.456f, "it was 123.456" }, { 1e-45f, "and not subnormal; it was 1.4013e-45" },
     };
     const float bad[7] = { NAN, INFINITY, -INFINITY, 1e38f, 1.1e20f, 0.9e-20f, 1e-45f };
     const char *const text[7] = { "it was NaN", "it was inf", "it was -inf", "it was 1e38",
