@@ -1421,10 +1421,11 @@ RINGATTN_API void ra_world_destroy(ra_world *world); /* after all rings on it; n
  * several runs, the rows of one.) Calls for the same rows come one at a time, in the order that
  * fixes the bits; calls for other rows may come at the same time from other stepping threads.
  * Returns RA_OK or a negative code: the pass then fails with RA_E_ENGINE and that code. */
-#define RA_ENGINE_ABI 1u
+#define RA_ENGINE_ABI 2u
 typedef struct ra_block {
     const ra_desc *desc;               /* resolved */
-    const ra_tensors *tensors;         /* of the call: alibi and bias (the library applies sinks) */
+    const ra_tensors *tensors;         /* of the call: alibi, bias and its factors (the library
+                                        * applies sinks) */
     int32_t sequence, thread;          /* thread: ith of the step */
     int32_t partial;                   /* 0: every row sees every key, ignore the intervals */
     int64_t q_row, q_rows, k_rows;     /* q_row: first row among this rank's (for bias) */
@@ -20255,6 +20256,7 @@ static void ra__resume_store_task(ra_ring *r, ra__desk *desk) {
         ra__ring_count(r, &back, 0);
         h->x.block = h->x.first_waiting;
     } else {
+        h->x.between.call = NULL;          /* it has the state of the thread that stepped */
         ra__task_flush(&r->work, &h->t, &h->x);
     }
     h->x.waiting = 0;
@@ -22346,8 +22348,9 @@ static int64_t ra__cells_find(const ra_cache *c, int32_t page, int64_t at) {
     return at;
 }
 
+/* The high bits of a product depend on all bits of the page: tables may have every 4096th one. */
 static int64_t ra__cells_hash(int32_t page) {
-    return (int64_t)((uint32_t)page * UINT64_C(2654435761));
+    return (int64_t)((uint32_t)page * UINT64_C(0x9E3779B97F4A7C15) >> 32);
 }
 
 /* Checks the entries of sequence b for a lane. They must be in range, or -1 if no row sees them.

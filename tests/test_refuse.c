@@ -632,8 +632,8 @@ TEST(engine) {
     static const row engine_rows[] = {
         { 0, E(size), I32, 0, RA_E_ABI, "0 is less than 32, the size of ra_engine in" },
         { 0, E(size), I32, 8, RA_E_ABI, "8 is less than 32, the size of ra_engine in" },
-        { 0, E(abi), I32, 0, RA_E_ABI, "0 is not RA_ENGINE_ABI, 1" },
-        { 0, E(abi), I32, 2, RA_E_ABI, "2 is not RA_ENGINE_ABI, 1" },
+        { 0, E(abi), I32, 0, RA_E_ABI, "0 is not RA_ENGINE_ABI, 2" },
+        { 0, E(abi), I32, 1, RA_E_ABI, "1 is not RA_ENGINE_ABI, 2" },
         { 0, E(block_queries), I64, -64, RA_E_RANGE, "-64 is not in 0..16777216" },
         { 0, E(block_queries), I64, INT64_MAX, RA_E_RANGE,
           "9223372036854775807 is not in 0..16777216" },
