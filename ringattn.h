@@ -215,6 +215,8 @@
  *              S        of the keys that a row sees, the largest sum over Dk of scale |q k|, plus
  *                       what ALiBi and bias add to the score in magnitude
  *              blocks   in how many blocks of 64 these keys are
+ *            With dropout max |V| is divided by 1 - dropout. Numbers and products below 1.2e-38 in
+ *            magnitude count as 0, which the bound leaves out.
  *            MATH has the proof, and what follows for gradients. Each merge of partial results, by
  *            ra_merge, in a sharded cache or of an engine, adds 2 S + 2 ln(keys) + 8 inside the
  *            parentheses. Scores up to 2e38 in magnitude are computed, with bf16 arithmetic if q k
@@ -2677,8 +2679,9 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
 /* ---- how far o is from double precision at most (Promises, Numbers)
  *
  * Of one row and one column: s_j are the exact scores of the keys that the row sees, p_j their
- * weights, o = sum p_j v_j with |v_j| <= V. u = 2^-24: an operation in f32 gives its exact result
- * times 1 + e, |e| <= u. Products of such errors are left out; the constants have room for them.
+ * weights, o = sum p_j v_j with |v_j| <= V. Dropout makes a v_j 0 or divides it by 1 - dropout, in
+ * V and in W below as well. u = 2^-24: an operation in f32 gives its exact result times 1 + e, |e|
+ * <= u. Products of such errors are left out; the constants have room for them.
  *
  * Errors that a weight has in the numerator and in the denominator alike turn p_j into
  * p_j exp(e_j) / sum p_i exp(e_i). If |e_j| <= E, then o moves by at most E V: along t e_j, for t
@@ -2693,7 +2696,7 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  *   min(Dk, 128) + Dk/128  the chains of ra__multiply_long and the sums of pieces, or
  *   Dk / w + 2 + log2(w)   decoding: chains of vectors of w >= 4 lanes, and the sum of the lanes
  *   2                      sums with ALiBi and bias, whose own products are rounded three times
- *   7                      a softcap: s / cap 2, tanh 2, factors 3; its derivative is at most 1
+ *   10                     a softcap: s / cap 2, tanh 5, factors 3; its derivative is at most 1
  *   4                      s - m: 2, as |s - m| <= 2 S log2(e); and 2 for all changes of m on the
  *                          way of a weight: m only rises, so they add up to at most 2 S log2(e)
  * which together are at most D = 24 + min(Dk, max(136, Dk / 4)). The exponent is off by D u times
@@ -2720,10 +2723,10 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  * Gradients. Let W be sum |dO| max |V| over Dv, and e the error of o, for V = 1. Then |dP| <= W and
  * |delta| <= W, off by D' u W and (D' u + e) W, with D' as D for Dv. The weight P of backward
  * is off by D S u + e (the LSE) + 4 u (S + ln(keys)), relative to P. So dS = P (dP - delta) is off
- * by at most P W (6 e + 2 D' u). A gradient of a bias is a sum of dS; dQ, dK and dV are sums of
- * products with P or dS. A term is rounded at most 64 times in a tile of 64 rows and keys, and once
- * more for each tile that is added, each time by u times the sum of magnitudes. Ranks sum their own
- * tiles. */
+ * by at most P W (6 e + 2 D' u). A gradient of a bias is a sum of factor * dS; dQ, dK and dV are
+ * sums of products with P or dS. A term is rounded at most 64 times in a tile of 64 rows and keys,
+ * and once more for each tile that is added, each time by u times the sum of magnitudes. Ranks sum
+ * their own tiles. */
 
 /* ========================================================================== KERNEL
  * Folds one block of at most 64 keys into one panel of at most 64 query rows. The text is the same
