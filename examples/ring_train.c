@@ -18,6 +18,7 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/file.h>
 
 static const char train_usage[] =
     "ring_train TEXT [options]            TEXT: a file, or a folder of them\n"
@@ -205,7 +206,7 @@ static ra_status train_sit(train *t, seat *s, const ra_transport *wire, int rank
 static sequence train_sequence(train *t, int64_t step, int64_t i, int64_t context) {
     const int64_t n = train_sequences(t, step);
     const uint64_t places = (uint64_t)t->text.size - (uint64_t)context;
-    const uint64_t number = train_random((uint64_t)(step * 65536 + i));
+    const uint64_t number = train_random((uint64_t)(step << 20 | i));
     const uint64_t place = train_random((uint64_t)t->seed ^ number) % places;
     const sequence q = { t->text.data + place, t->loss, 1 / (float)(n * context) };
     return q;
@@ -256,6 +257,10 @@ static ra_status train_rank(ra_world *world, int rank, void *user) {
         double norm = 0;
         for (int64_t c = 0; c < chunks; c++) norm += t->squares[c];
         norm = sqrt(norm);
+        if (!isfinite(norm)) {                         /* on all ranks: the weights stay good */
+            train_fail(t, "the gradient is infinite or NaN; a lower --rate may help");
+            break;
+        }
         for (int64_t c = rank; c < chunks; c += t->ranks)
             train_update(&t->n, c, &t->o, step, norm);
         if (!train_meet(t)) break;                     /* the weights are new */
@@ -331,7 +336,7 @@ static int train_option(train *t, const char *name, const char *s, char *why) {
         { "--out", &t->out }, { "--held", &t->held_path }, { "--eval", &t->eval },
         { "--export", &t->export }, { "--without", &t->text.without } };
     const struct { const char *name; int64_t *to, least, most; } numbers[] = {
-        { "--steps", &t->steps, 1, 100000000 }, { "--tokens", &t->tokens, 1024, 1 << 30 },
+        { "--steps", &t->steps, 1, TRAIN_STEPS }, { "--tokens", &t->tokens, 1024, 1 << 30 },
         { "--layers", &t->shape.layers, 1, 1024 }, { "--hidden", &t->shape.hidden, 16, 65536 },
         { "--heads", &t->shape.heads, 1, 1024 }, { "--kv-heads", &t->shape.kv_heads, 1, 1024 },
         { "--feed", &t->shape.feed, 16, 1 << 20 }, { "--seed", &t->seed, 0, INT64_MAX },
@@ -432,7 +437,7 @@ static int train_arguments(train *t, int argc, char **argv, char *why) {
 /* Hashes all that gives a run its bits. Ranks are not among it; the layout is. */
 static uint64_t train_configuration(const train *t) {
     const net_shape *s = &t->shape;
-    const int64_t list[] = { 1, s->layers, s->heads, s->kv_heads, s->hidden, s->feed, s->tied,
+    const int64_t list[] = { 2, s->layers, s->heads, s->kv_heads, s->hidden, s->feed, s->tied,
                              t->tokens, t->seed, t->layout, t->stages };
     const double rates[] = { t->o.rate, t->o.warm_up, t->o.decay, t->o.clip, t->o.steps };
     uint64_t h = train_hash(0xcbf29ce484222325u, list, sizeof list);
@@ -475,15 +480,35 @@ static int train_shape_found(train *t, char *why) {
     manifest m;
     const int found = manifest_read(t->out, &m, why);
     if (found < 0) return train_refuse(why, "%s.manifest: there is no checkpoint", t->out);
+    if (!found) return 0;
     t->shape = m.c.shape;
-    t->shape.heads += t->shape.heads == 0;
-    return found && train_shape_fits(t, why);
+    return train_shape_fits(t, why);
+}
+
+/* Opens PREFIX.csv, which no other process may have open, for the rows after those of the steps
+ * that are done: what a killed run wrote beyond its checkpoint goes. */
+static int train_open_rows(train *t, char *why) {
+    char path[TRAIN_PATH], row[256];
+    long long step = 0;
+    long end = 0;
+    snprintf(path, sizeof path, "%s.csv", t->out);
+    t->csv = fopen(path, "a+");
+    if (t->csv && flock(fileno(t->csv), LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
+        return train_refuse(why, "%s: another process trains with this --out", path);
+    if (t->csv) rewind(t->csv);
+    while (t->csv && t->resume && fgets(row, sizeof row, t->csv) && strchr(row, '\n') &&
+           (sscanf(row, "%lld,", &step) != 1 || step <= t->c.step))
+        end = ftell(t->csv);
+    if (!t->csv || fseek(t->csv, end, SEEK_SET) || ftruncate(fileno(t->csv), end))
+        return train_refuse(why, "%s: %s", path, strerror(errno));
+    if (!end) fprintf(t->csv, "step,context,loss,bits_per_byte,norm,rate,seconds\n");
+    return 1;
 }
 
 /* The weights: new ones, or those of the checkpoint. */
 static int train_begin(train *t, char *why) {
     const size_t chunks = (size_t)((t->n.size + TRAIN_CHUNK - 1) / TRAIN_CHUNK);
-    char path[TRAIN_PATH];
+    manifest m;
     t->squares = (double *)calloc(chunks, sizeof *t->squares);
     t->bits = (float *)calloc((size_t)t->steps + 1, sizeof *t->bits);
     if (!t->squares || !t->bits) return train_refuse(why, "no memory");
@@ -494,19 +519,13 @@ static int train_begin(train *t, char *why) {
         if (!found) return 0;
         if (t->eval_only) t->steps = t->c.step;
     } else {
-        manifest m;
         if (manifest_read(t->out, &m, why) >= 0)
             return train_refuse(why, "%s.manifest: there is a checkpoint already: take --resume or "
                                 "another --out", t->out);
         net_initialise(&t->n, (uint64_t)t->seed);
     }
     t->first = t->c.step;
-    if (t->eval_only) return 1;
-    snprintf(path, sizeof path, "%s.csv", t->out);
-    t->csv = fopen(path, t->resume ? "a" : "w");
-    if (!t->csv) return train_refuse(why, "%s: %s", path, strerror(errno));
-    if (!t->resume) fprintf(t->csv, "step,context,loss,bits_per_byte,norm,rate,seconds\n");
-    return 1;
+    return t->eval_only || train_open_rows(t, why);
 }
 
 static void train_say_held(const train *t) {

@@ -7,6 +7,7 @@
 #include "examples/infer/model.h"
 #include "examples/infer/tokenizer.h"
 
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 
@@ -457,14 +458,17 @@ static void same_states(const char *a, const char *b) {
 
 /* The rows of two CSVs, except for the seconds: losses and norms of gradients. */
 static void same_rows(const char *a, const char *b) {
-    char path[600], row[2][300], *end;
+    char path[600], row[2][300], *end, *read[2] = { row[0], row[1] };
     FILE *f[2];
     int rows = 0;
     for (int i = 0; i < 2; i++) {
         snprintf(path, sizeof path, "%s.csv", in_folder(i ? b : a));
         f[i] = fopen(path, "r");
     }
-    while (f[0] && f[1] && fgets(row[0], 300, f[0]) && fgets(row[1], 300, f[1])) {
+    while (f[0] && f[1]) {
+        for (int i = 0; i < 2; i++) read[i] = fgets(row[i], 300, f[i]);
+        CHECK(!read[0] == !read[1]);
+        if (!read[0] || !read[1]) break;
         for (int i = 0; i < 2 && rows; i++)
             if ((end = strrchr(row[i], ',')) != NULL) *end = 0;
         rows++;
@@ -529,8 +533,19 @@ TEST(resume) {
         train_close(t);
     }
     free(t);
+    /* A killed run has written rows after its checkpoint, the last of them in part. */
+    FILE *f = fopen(in_folder("parts.csv"), "a");
+    if (!CHECK(f != NULL)) return;
+    fprintf(f, "3,1024,5.5,8.0,1,0.01,2.00\n4,20");
+    fclose(f);
+    f = fopen(in_folder("parts.csv"), "r");
+    CHECK(f && flock(fileno(f), LOCK_EX | LOCK_NB) == 0);
+    CHECK(!run_to("parts", "--ranks 4 --steps 4 --context 1024,2048@3 --resume", why));
+    CHECK(strstr(why, "another process") != NULL);
+    if (f) fclose(f);
     CHECK(run_to("parts", "--ranks 4 --steps 4 --context 1024,2048@3 --resume", why));
     same_states("whole", "parts");
+    same_rows("whole", "parts");
     CHECK(!run_to("parts", "--ranks 4 --steps 4 --context 1024,2048@3", why));
     CHECK(strstr(why, "--resume") != NULL);
     CHECK(!run_to("parts", "--steps 4 --resume", why) && strstr(why, "other options"));
@@ -614,6 +629,27 @@ TEST(damaged) {
     }
     CHECK_EQ(held_step(in_folder("harm"), why), 3);
     forget("harm");
+}
+
+/* Numbers that no option can give, under a right checksum. */
+TEST(impossible_manifests) {
+    static const net_shape shapes[] = {
+        { 1, 2, 0, 16, 32, 48, 1 }, { 1, -1, 1, 0, INT64_MIN, 48, 1 },
+        { INT64_MAX / 4, 2, 1, 16, 32, 48, 1 }, { 1, 2, 1, 16, 32, 48, 1 } };
+    char why[TRAIN_WHY], line[700], text[512];
+    manifest m;
+    for (int i = 0; i < 4; i++) {
+        memset(&m, 0, sizeof m);
+        m.c.shape = shapes[i];
+        m.c.step = i == 3 ? INT64_MAX : 3;
+        const int n = manifest_text(&m, text, sizeof text);
+        write_bytes(in_folder("odd.manifest"), (const uint8_t *)text, (size_t)n);
+        snprintf(line, sizeof line, "--out %s --eval %s", in_folder("odd"), in_folder("text"));
+        CHECK(!run(line, why));
+        h_context("%d: %s", i, why);
+        CHECK(strstr(why, "odd.manifest: its checksum does not match, or a number") != NULL);
+    }
+    forget("odd");
 }
 
 /* Writing fails at every size a file may have, as on a full disk. */
@@ -725,6 +761,27 @@ TEST(refused) {
     }
 }
 
+/* A run whose weights grow until the gradient is no number keeps its last good checkpoint. */
+TEST(diverged) {
+    char why[TRAIN_WHY] = "";
+    uint8_t *state;
+    size_t bytes;
+    int64_t step;
+    CHECK(!run_to("far", "--ranks 2 --steps 400 --tokens 1024 --save 1 --rate 1 --decay 10 "
+                  "--warm-up 0", why));
+    h_context("%s", why);
+    CHECK(strstr(why, "the gradient is infinite or NaN") != NULL);
+    state_of("far", &state, &bytes, &step);
+    CHECK(step > 3);
+    for (size_t at = sizeof(part_head); state && at < sizeof(part_head) + 256 * 32 * 4; at += 4) {
+        float w;
+        memcpy(&w, state + at, 4);
+        if (!CHECK(isfinite(w))) break;
+    }
+    free(state);
+    forget("far");
+}
+
 /* A folder: in the order of names, without links, what is left out, and what is no text. */
 TEST(folders) {
     static const struct { const char *name, *text; } files[] = {
@@ -779,6 +836,7 @@ TEST(learns) {
 int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(kernels), ENTRY(gradients), ENTRY(bits), ENTRY(resume), ENTRY(damaged),
+        ENTRY(impossible_manifests), ENTRY(diverged),
         ENTRY(full_disk), ENTRY(killed), ENTRY(exported), ENTRY(refused), ENTRY(folders),
         ENTRY(learns) };
     const char *under = getenv("TMPDIR");

@@ -16,7 +16,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { TRAIN_WHY = 512, TRAIN_PATH = 4096 };
+enum { TRAIN_WHY = 512, TRAIN_PATH = 4096, TRAIN_STEPS = 100000000 };
 
 typedef struct checkpoint {
     uint64_t configuration, text;      /* hashes: what shapes a run, and its text */
@@ -104,12 +104,15 @@ static inline int manifest_text(const manifest *m, char *out, size_t room) {
                         (unsigned)train_crc(0, out, (size_t)n));
 }
 
-/* 1: read. 0: damaged, see why. -1: there is none. */
+/* 1: read. 0: damaged, see why. -1: there is none. The numbers are those that options can have. */
 static inline int manifest_read(const char *prefix, manifest *m, char *why) {
+    static const long long least[] = { 1, 16, 1, 1, 16, 0 };
+    static const long long most[] = { 1024, 65536, 1024, 1024, 1 << 20, 1 };
     char path[TRAIN_PATH], text[512] = "", again[512], slot = 0;
     unsigned long long configuration = 0, hash = 0, bytes = 0;
     long long step = 0, x[6] = { 0 };
     unsigned crc = 0;
+    int possible;
     snprintf(path, sizeof path, "%s.manifest", prefix);
     FILE *f = fopen(path, "rb");
     if (!f && errno == ENOENT) return -1;
@@ -120,7 +123,9 @@ static inline int manifest_read(const char *prefix, manifest *m, char *why) {
                      "text %llx\nstep %lld\nstate %c\nbytes %llu\ncrc %x\n", &x[0], &x[1], &x[2],
                      &x[3], &x[4], &x[5], &configuration, &hash, &step, &slot, &bytes, &crc) != 12)
         return train_refuse(why, "%s: this is no manifest of ring_train, version 1", path);
-    const net_shape shape = { x[0], x[2], x[3], x[2] ? x[1] / x[2] : 0, x[1], x[4], x[5] };
+    possible = step >= 0 && step <= TRAIN_STEPS;
+    for (int i = 0; i < 6; i++) possible = possible && x[i] >= least[i] && x[i] <= most[i];
+    const net_shape shape = { x[0], x[2], x[3], possible ? x[1] / x[2] : 0, x[1], x[4], x[5] };
     m->c.shape = shape;
     m->c.configuration = configuration;
     m->c.text = hash;
@@ -129,8 +134,9 @@ static inline int manifest_read(const char *prefix, manifest *m, char *why) {
     m->bytes = (size_t)bytes;
     m->crc = crc;
     manifest_text(m, again, sizeof again);
-    if (!strcmp(text, again) && (m->slot == 0 || m->slot == 1) && step >= 0) return 1;
-    return train_refuse(why, "%s: its checksum does not match: the file is damaged", path);
+    if (!strcmp(text, again) && (m->slot == 0 || m->slot == 1) && possible) return 1;
+    return train_refuse(why, "%s: its checksum does not match, or a number in it is not possible: "
+                        "the file is damaged", path);
 }
 
 /* -------------------------------------------------------------------------- save and load */
