@@ -393,20 +393,19 @@ static inline void infer_add(const infer_rank *r, const float *norm, int64_t fro
     matmul_add(p, x, y, (r->owned - from) * m->hidden);
 }
 
-/* Ends the run of all ranks if a row of x has a number that is none after a layer. */
-static inline ra_status infer_finite(infer_rank *r, int32_t layer, int64_t first) {
-    const int64_t n = r->e->m->hidden;
-    for (int64_t i = 0; i < r->owned; i++) {
-        char text[INFER_WHY];
-        float sum = 0;
-        for (int64_t k = 0; k < n; k++) sum += r->x[i * n + k] * 0;
-        if (sum == 0) continue;
-        snprintf(text, sizeof text, "infinite or NaN after layer %ld at token %lld: the weights "
-                 "are damaged, or too large for f32", (long)layer, (long long)(first + r->own[i]));
-        if (r->net && r->net->abort) (void)r->net->abort(r->net->ctx, RA_E_ENGINE);
-        return infer_fail(r->e, RA_E_ENGINE, text);
-    }
-    return RA_OK;
+/* Ends the run of all ranks if a row of n numbers of the token at a position, which a layer or,
+ * after the last, the output has computed, has one that is none. */
+static inline ra_status infer_finite(infer_rank *r, const float *row, int64_t n, int32_t layer,
+                                     int64_t position) {
+    char text[INFER_WHY], where[32] = "in the logits";
+    float sum = 0;
+    for (int64_t k = 0; k < n; k++) sum += row[k] * 0;
+    if (sum == 0) return RA_OK;
+    if (layer < r->e->m->layers) snprintf(where, sizeof where, "after layer %ld", (long)layer);
+    snprintf(text, sizeof text, "infinite or NaN %s at token %lld: the weights are damaged, or too "
+             "large for f32", where, (long long)position);
+    if (r->net && r->net->abort) (void)r->net->abort(r->net->ctx, RA_E_ENGINE);
+    return infer_fail(r->e, RA_E_ENGINE, text);
 }
 
 /* What follows the attention of a layer, for this rank's rows from `from` on. */
@@ -449,7 +448,9 @@ static inline ra_status infer_layer(infer_rank *r, int32_t layer, int64_t first,
     s = infer_attend(r, layer, first, count);
     if (s != RA_OK) return s;
     infer_feed(r, l, from);
-    return infer_finite(r, layer, first);
+    for (int64_t i = 0; i < n && s == RA_OK; i++)
+        s = infer_finite(r, r->x + i * m->hidden, m->hidden, layer, first + r->own[i]);
+    return s;
 }
 
 /* -------------------------------------------------------------------------- the model */
@@ -463,7 +464,7 @@ static inline void infer_embed(infer_rank *r, const int32_t *tokens) {
 }
 
 /* Computes logits and next tokens of the wanted rows of x. New token i is at position first + i. */
-static inline void infer_head(infer_rank *r, int64_t first) {
+static inline ra_status infer_head(infer_rank *r, int64_t first) {
     const infer_engine *e = r->e;
     const model *m = e->m;
     const int64_t from = r->skipped;
@@ -478,6 +479,8 @@ static inline void infer_head(infer_rank *r, int64_t first) {
         for (int64_t i = 0; i < n; i++) {
             const int64_t token = r->own[at + i];
             float *row = r->logits + i * m->vocabulary;
+            const ra_status s = infer_finite(r, row, m->vocabulary, m->layers, first + token);
+            if (s != RA_OK) return s;
             for (int64_t k = 0; k < m->vocabulary && m->logit_softcap > 0; k++)
                 row[k] = m->logit_softcap * tanhf(row[k] / m->logit_softcap);
             r->next[token] = infer_sample(&e->o, row, m->vocabulary, first + token, r->choice);
@@ -486,6 +489,7 @@ static inline void infer_head(infer_rank *r, int64_t first) {
                        (size_t)m->vocabulary * sizeof *row);
         }
     }
+    return RA_OK;
 }
 
 /* Runs the model for tokens [first, first + count) of r->tokens; those before them are cached. From
@@ -506,8 +510,8 @@ static inline ra_status infer_forward(infer_rank *r, int64_t first, int64_t coun
         if (r->cache[i][INFER_PROMPT]) infer_turns(r, i, first);
     for (int32_t i = 0; i < e->m->layers && s == RA_OK; i++) s = infer_layer(r, i, first, count);
     if (s != RA_OK) return s;
-    if (r->skipped < r->owned) infer_head(r, first);
-    return infer_share(r, want, count);
+    if (r->skipped < r->owned) s = infer_head(r, first);
+    return s == RA_OK ? infer_share(r, want, count) : s;
 }
 
 /* -------------------------------------------------------------------------- a text */

@@ -65,6 +65,7 @@ typedef struct model_reader {
     const gguf *g;
     model *m;
     model_rope rope;
+    int gemma;                         /* 2, 3: of this Gemma; 0: of another family */
     int64_t used;                      /* tensors */
     int64_t taken;                     /* floats of m->vectors */
     char *why;
@@ -116,7 +117,17 @@ static const struct { const char *key; char use; double without; } model_keys[] 
     { "general.base_model.*", '-', 0 }, { "general.dataset*", '-', 0 },
     { "general.tags", '-', 0 }, { "general.languages", '-', 0 }, { "general.file_type", '-', 0 },
     { "general.quantization_version", '-', 0 }, { "general.sampling.*", '-', 0 },
-    { "split.*", '+', 0 }, { "tokenizer.*", '+', 0 }, { "quantize.imatrix.*", '-', 0 },
+    { "split.*", '+', 0 }, { "quantize.imatrix.*", '-', 0 },
+    { "tokenizer.ggml.model", '+', 0 }, { "tokenizer.ggml.pre", '+', 0 },
+    { "tokenizer.ggml.tokens", '+', 0 }, { "tokenizer.ggml.scores", '+', 0 },
+    { "tokenizer.ggml.token_type", '+', 0 }, { "tokenizer.ggml.merges", '+', 0 },
+    { "tokenizer.ggml.bos_token_id", '+', 0 }, { "tokenizer.ggml.eos_token_id", '+', 0 },
+    { "tokenizer.ggml.eot_token_id", '+', 0 }, { "tokenizer.ggml.eom_token_id", '+', 0 },
+    { "tokenizer.ggml.unknown_token_id", '+', 0 }, { "tokenizer.ggml.add_bos_token", '+', 0 },
+    { "tokenizer.ggml.add_space_prefix", '+', 0 }, { "tokenizer.ggml.add_eos_token", '=', 0 },
+    { "tokenizer.ggml.add_sep_token", '=', 0 }, { "tokenizer.ggml.*_token_id", '-', 0 },
+    { "tokenizer.ggml.token_type_count", '-', 0 }, { "tokenizer.chat_template*", '-', 0 },
+    { "tokenizer.huggingface.json", '-', 0 },
     { ".vocab_size", '-', 0 }, { ".context_length", '+', 0 }, { ".embedding_length", '+', 0 },
     { ".block_count", '+', 0 }, { ".feed_forward_length", '+', 0 },
     { ".attention.head_count", '+', 0 }, { ".attention.head_count_kv", '+', 0 },
@@ -315,10 +326,15 @@ static inline int model_read_frequencies(model_reader *r) {
 static inline int model_read_tensors(model_reader *r) {
     model *m = r->m;
     const gguf_tensor *e = gguf_find_tensor(r->g, "token_embd.weight");
+    const gguf_value *tokens = gguf_find(r->g, "tokenizer.ggml.tokens");
     if (!r->g->tensor_count)
         return gguf_refuse(r->why, "the file has a vocabulary and no tensors; only --count-tokens "
                            "is possible");
     m->vocabulary = e && e->dims >= 2 ? e->size[1] : 0;
+    if (tokens && tokens->is_array && tokens->count < (uint64_t)m->vocabulary)
+        return gguf_refuse(r->why, "tokenizer.ggml.tokens has %llu tokens and token_embd.weight "
+                           "%lld rows", (unsigned long long)tokens->count,
+                           (long long)m->vocabulary);
     if (!model_vector_room(r)) return 0;
     if (!model_matrix(r, -1, "token_embd.weight", m->hidden, m->vocabulary, &m->embedding) ||
         !model_vector(r, -1, "output_norm.weight", m->hidden, 1, &m->output_norm) ||
@@ -378,7 +394,7 @@ static inline int model_read_rope(model_reader *r) {
     int64_t dims;
     if (!model_integer(r, "rope.dimension_count", m->dim, m->dim, &dims) ||
         !model_number(r, "rope.freq_base", 1.001, 1e12, 10000, &r->rope.base) ||
-        !model_number(r, "rope.freq_base_swa", 1.001, 1e12, m->pattern == 6 ? 10000 : r->rope.base,
+        !model_number(r, "rope.freq_base_swa", 1.001, 1e12, r->gemma == 3 ? 10000 : r->rope.base,
                       &r->rope.window_base))
         return 0;
     m->rope_dims = (int32_t)dims;
@@ -391,8 +407,7 @@ static inline int model_read_rope(model_reader *r) {
 /* What families do with scores, logits and windows. */
 static inline int model_read_attention(model_reader *r) {
     model *m = r->m;
-    const int gemma2 = m->gelu && m->pattern == 2;
-    const int wide = m->gelu && m->layers == (gemma2 ? 46 : 62);
+    const int gemma2 = r->gemma == 2, wide = r->gemma && m->layers == (gemma2 ? 46 : 62);
     double scale, softcap, logit_softcap;
     int64_t pattern;
     const double usual = wide ? 1 / sqrt((double)m->hidden / m->heads) : 0;
@@ -414,6 +429,7 @@ static inline int model_read_attention(model_reader *r) {
 
 static inline int model_read_values(model_reader *r) {
     model *m = r->m;
+    const double window = r->gemma == 3 ? MODEL_REQUIRED : r->gemma == 2 ? 4096 : 0;
     int64_t layers, heads, kv_heads, dim, values;
     double epsilon;
     if (!model_integer(r, "block_count", 4096, MODEL_REQUIRED, &layers) ||
@@ -422,7 +438,7 @@ static inline int model_read_values(model_reader *r) {
         !model_integer(r, "attention.head_count", 4096, MODEL_REQUIRED, &heads) ||
         !model_integer(r, "attention.head_count_kv", 4096, (double)heads, &kv_heads) ||
         !model_integer(r, "context_length", RA_MAX_POSITION - 1, MODEL_REQUIRED, &m->context) ||
-        !model_integer(r, "attention.sliding_window", RA_MAX_POSITION - 1, 0, &m->window) ||
+        !model_integer(r, "attention.sliding_window", RA_MAX_POSITION - 1, window, &m->window) ||
         !model_number(r, "attention.layer_norm_rms_epsilon", 0, 1, MODEL_REQUIRED, &epsilon))
         return 0;
     if (layers < 1 || heads < 1 || kv_heads < 1 || heads % kv_heads || m->hidden < 1 ||
@@ -455,9 +471,9 @@ static inline void model_close(model *m) {
 
 /* The model of a file, which must stay open. 0: see `why`; then there is nothing to close. */
 static inline int model_open(model *m, const gguf *g, char why[INFER_WHY]) {
-    static const struct { const char *name; int halves, gelu, pattern; } known[] = {
+    static const struct { const char *name; int halves, gemma, pattern; } known[] = {
         { "llama", 0, 0, 0 }, { "mistral", 0, 0, 0 }, { "qwen2", 1, 0, 0 }, { "qwen3", 1, 0, 0 },
-        { "gemma2", 1, 1, 2 }, { "gemma3", 1, 1, 6 } };
+        { "gemma2", 1, 2, 2 }, { "gemma3", 1, 3, 6 } };
     const gguf_text text = gguf_text_of(gguf_find(g, "general.architecture"));
     model_reader r;
     int ok = 0;
@@ -470,7 +486,8 @@ static inline int model_open(model *m, const gguf *g, char why[INFER_WHY]) {
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         if (!gguf_is(text, known[i].name)) continue;
         m->rope_halves = known[i].halves;
-        m->gelu = known[i].gelu;
+        r.gemma = known[i].gemma;
+        m->gelu = r.gemma > 0;
         m->pattern = known[i].pattern;
         ok = 1;
     }
@@ -492,6 +509,8 @@ static inline uint64_t model_hash(const model *m) {
         if (v->key.size <= n || memcmp(v->key.data, m->name, n)) continue;
         h = infer_hash(h, v->key.data, v->key.size);
         h = infer_hash(h, v->data, (size_t)(gguf_type_bytes(v->type) * v->count));
+        if (v->type == GGUF_STRING && !v->is_array)
+            h = infer_hash(h, gguf_text_of(v).data, gguf_text_of(v).size);
     }
     for (int64_t i = 0; i < g->tensor_count; i++) {
         const gguf_tensor *t = &g->tensors[i];
