@@ -1111,7 +1111,7 @@ typedef struct product {
     uint8_t w[MOST_ROWS * MOST_COLUMNS * 4];
     float wide[MOST_ROWS * MOST_COLUMNS], x[MOST_TOKENS * MOST_COLUMNS];
     float y[MOST_TOKENS * MOST_ROWS], alone[MOST_ROWS], again[MOST_TOKENS * MOST_ROWS];
-    float scratch[(MOST_COLUMNS + 32) * MATMUL_BLOCK_TOKENS + 16];
+    float scratch[(MOST_COLUMNS + 32) * MATMUL_BLOCK_TOKENS + 16 + sizeof(matmul_block) / 4];
     matrix m;
 } product;
 
@@ -1192,6 +1192,31 @@ TEST(products) {
     pool_stop(&one);
 }
 
+/* Products on a caller's stack of 128 KiB, which is what musl gives a thread. */
+static void *on_a_small_stack(void *arg) {
+    product *p = (product *)arg;
+    pool threads, one;
+    pool_start(&threads, 3);
+    pool_start(&one, 0);
+    product_is_one(p, &threads, &one, 150, 0);
+    pool_stop(&threads);
+    pool_stop(&one);
+    return NULL;
+}
+
+TEST(products_on_a_small_stack) {
+    static product p;
+    h_rng r = h_case_rng(0);
+    pthread_attr_t how;
+    pthread_t thread;
+    make_product(&p, RA_BF16, 48, 1088, &r);
+    pthread_attr_init(&how);
+    CHECK_EQ(pthread_attr_setstacksize(&how, 128 << 10), 0);
+    if (CHECK_EQ(pthread_create(&thread, &how, on_a_small_stack, &p), 0))
+        pthread_join(thread, NULL);
+    pthread_attr_destroy(&how);
+}
+
 /* What is not finite in a row of x makes that row of y so, and no other. */
 TEST(products_of_infinities) {
     static product p;
@@ -1262,6 +1287,7 @@ int main(int argc, char **argv) {
         ENTRY(how_a_run_ends), ENTRY(more_ranks_than_eight), ENTRY(guesses),
         ENTRY(tokens_cannot_be_shared), ENTRY(sampling), ENTRY(options), ENTRY(threads_of_a_rank),
         ENTRY(a_million_tokens), ENTRY(products), ENTRY(products_of_infinities),
+        ENTRY(products_on_a_small_stack),
         ENTRY(between_products),
 #if defined(__linux__) && defined(__LP64__)
         ENTRY(ranks_in_shared_memory),

@@ -116,16 +116,21 @@ static inline void pool_stop(pool *p) {
     free(p->thread);
 }
 
-/* threads: beside those that call pool_run. If the system starts fewer, the pool has fewer. */
+/* threads: beside those that call pool_run. If the system starts fewer, the pool has fewer. Their
+ * stacks are large enough for a block of a product, whatever the system's default is. */
 static inline void pool_start(pool *p, int threads) {
+    pthread_attr_t how;
     memset(p, 0, sizeof *p);
     p->isa = matmul_isa();
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->changed, NULL);
+    pthread_attr_init(&how);
+    (void)pthread_attr_setstacksize(&how, 1 << 20);
     p->thread = (pthread_t *)calloc((size_t)threads + 1, sizeof *p->thread);
     while (p->thread && p->threads < threads &&
-           !pthread_create(&p->thread[p->threads], NULL, pool_main, p))
+           !pthread_create(&p->thread[p->threads], &how, pool_main, p))
         p->threads++;
+    pthread_attr_destroy(&how);
 }
 
 /* -------------------------------------------------------------------------- the product */
@@ -145,6 +150,14 @@ enum {
     MATMUL_LANES = 16                  /* at most */
 };
 
+/* What a thread needs for a block, 362 KiB: columns of W, and sums. The same columns of x are
+ * another 256 KiB of the second cache. Threads of a pool have it on the stack, and callers, whose
+ * stacks may be small, in their scratch. */
+typedef struct matmul_block {
+    float wide[MATMUL_BLOCK_ROWS][MATMUL_APART];
+    float sum[MATMUL_BLOCK_ROWS][MATMUL_BLOCK_TOKENS][MATMUL_LANES];
+} __attribute__((aligned(64))) matmul_block;
+
 typedef struct matmul {
     const matrix *w;
     const float *x;                    /* [tokens][w->columns], rows `apart` apart */
@@ -152,16 +165,11 @@ typedef struct matmul {
     int64_t tokens, apart;
     int64_t piece;                     /* rows of W of one piece of the work */
     int isa, few;                      /* few: W is read in place */
+    matmul_block *own;                 /* of the thread that calls */
+    pthread_t caller;
     const int16_t *whole;              /* x of integer products; null: none */
     const float *step;                 /* [tokens][w->columns / 32]: x is about step * whole */
 } matmul;
-
-/* What a thread needs for a block, 362 KiB: columns of W, and sums. The same columns of x are
- * another 256 KiB of the second cache. */
-typedef struct matmul_block {
-    float wide[MATMUL_BLOCK_ROWS][MATMUL_APART];
-    float sum[MATMUL_BLOCK_ROWS][MATMUL_BLOCK_TOKENS][MATMUL_LANES];
-} __attribute__((aligned(64))) matmul_block;
 
 static inline float matmul_of_bits(uint32_t bits) {
     float x;
@@ -252,12 +260,15 @@ static inline void matmul_piece(void *ctx, int64_t piece) {
 
 /* Floats of scratch that one rank needs for products with matrices of these columns. */
 static inline size_t matmul_scratch(int64_t columns) {
-    return (size_t)(columns + 32) * MATMUL_BLOCK_TOKENS + 16;
+    return (size_t)(columns + 32) * MATMUL_BLOCK_TOKENS + 16 + sizeof(matmul_block) / sizeof(float);
 }
 
-static inline float *matmul_line(float *scratch) {     /* the first line of a cache */
-    return scratch + (64 - ((uintptr_t)scratch & 63)) / 4 % 16;
+/* Scratch begins with the caller's block, at the first line of a cache. */
+static inline matmul_block *matmul_own(float *scratch) {
+    return (matmul_block *)(void *)(scratch + (64 - ((uintptr_t)scratch & 63)) / 4 % 16);
 }
+
+static inline float *matmul_line(float *scratch) { return (float *)(matmul_own(scratch) + 1); }
 
 /* Divides the work into pieces. Their number changes no bits. */
 static inline void matmul_start(pool *p, matmul *m) {
@@ -282,6 +293,8 @@ static inline void matmul_run(pool *p, const matrix *w, const float *x, float *y
     memset(&m, 0, sizeof m);
     m.w = w;
     m.few = !copied;
+    m.own = matmul_own(scratch);
+    m.caller = pthread_self();
     m.apart = copied ? (n + 15) / 16 * 16 + (n % 512 > 496 || n % 512 == 0 ? 16 : 0) : n;
     for (int64_t t = 0; t < tokens; t += m.tokens) {
         m.tokens = tokens - t < MATMUL_BLOCK_TOKENS ? tokens - t : (int64_t)MATMUL_BLOCK_TOKENS;
@@ -764,9 +777,14 @@ static inline MATMUL_TARGET void MATMUL_NAME(matmul_block)(const matmul *m, int6
 }
 
 static __attribute__((noinline, unused)) MATMUL_TARGET void
-MATMUL_NAME(matmul_blocks)(const matmul *m, int64_t row, int64_t end) {
+MATMUL_NAME(matmul_blocks)(const matmul *m, int64_t row, int64_t end, matmul_block *b) {
+    for (; row < end; row += MATMUL_BLOCK_ROWS) MATMUL_NAME(matmul_block)(m, row, end, b);
+}
+
+static __attribute__((noinline, unused)) MATMUL_TARGET void
+MATMUL_NAME(matmul_blocks_apart)(const matmul *m, int64_t row, int64_t end) {
     matmul_block block;
-    for (; row < end; row += MATMUL_BLOCK_ROWS) MATMUL_NAME(matmul_block)(m, row, end, &block);
+    MATMUL_NAME(matmul_blocks)(m, row, end, &block);
 }
 
 static inline MATMUL_TARGET void MATMUL_NAME(matmul_work)(const matmul *m, int64_t piece) {
@@ -774,7 +792,9 @@ static inline MATMUL_TARGET void MATMUL_NAME(matmul_work)(const matmul *m, int64
     const int64_t end = from + m->piece < m->w->rows ? from + m->piece : m->w->rows;
     const int32_t dtype = m->w->dtype;
     if (m->whole) MATMUL_NAME(matmul_few)(m, from, end, RA_Q8_0, 1);
-    else if (!m->few) MATMUL_NAME(matmul_blocks)(m, from, end);
+    else if (!m->few && pthread_equal(pthread_self(), m->caller))
+        MATMUL_NAME(matmul_blocks)(m, from, end, m->own);
+    else if (!m->few) MATMUL_NAME(matmul_blocks_apart)(m, from, end);
     else if (dtype == RA_F32) MATMUL_NAME(matmul_few)(m, from, end, RA_F32, 0);
     else if (dtype == RA_F16) MATMUL_NAME(matmul_few)(m, from, end, RA_F16, 0);
     else if (dtype == RA_BF16) MATMUL_NAME(matmul_few)(m, from, end, RA_BF16, 0);
