@@ -173,6 +173,7 @@ static int ranks_agree(const program *p) {
 
 static int arguments(program *p, int argc, char **argv) {
     const int cores = cores_here();
+    struct stat from, to;
     p->path = argv[1];
     p->o.predict = 64;
     p->o.cache_dtype = RA_F16;
@@ -191,6 +192,9 @@ static int arguments(program *p, int argc, char **argv) {
     if (!ranks_agree(p)) return 0;
     if ((p->at || p->shm || p->mpi) && p->logits)
         return refuse("--logits", "no process has those of all positions");
+    if (p->logits && !stat(p->logits, &to) && !stat(p->path, &from) && to.st_ino == from.st_ino &&
+        to.st_dev == from.st_dev)
+        return refuse("--logits", "that is the model");
     p->o.all_logits = p->logits != NULL;
     if (p->logits) p->logits_file = fopen(p->logits, "wb");
     if (p->logits && !p->logits_file) return refuse(p->logits, strerror(errno));
@@ -203,7 +207,7 @@ static const void *map(const char *path, size_t *bytes) {
     struct stat about;
     void *data = MAP_FAILED;
     const char *why = NULL;
-    const int fd = open(path, O_RDONLY);
+    const int fd = open(path, O_RDONLY | O_NONBLOCK);      /* a pipe is refused at once */
     if (fd < 0 || fstat(fd, &about)) why = strerror(errno);
     else if (!S_ISREG(about.st_mode)) why = "is no regular file";
     else if (about.st_size == 0) why = "is empty";

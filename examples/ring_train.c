@@ -165,8 +165,9 @@ static int train_between(train *t) {
     t->stopped = train_stop && t->c.step < t->steps;
     t->over = t->c.step >= t->steps || t->stopped;
     if (!t->eval_only && (t->over || t->c.step % t->save == 0) && t->c.step > t->first) {
-        if (t->csv) fflush(t->csv);
-        if (!checkpoint_save(t->out, &t->n, &t->c, why)) {
+        if ((t->csv && fflush(t->csv) &&
+             !train_refuse(why, "%s.csv: %s", t->out, strerror(errno))) ||
+            !checkpoint_save(t->out, &t->n, &t->c, why)) {
             train_fail(t, why);
             return 0;
         }
@@ -465,9 +466,9 @@ static int train_read_texts(train *t, char *why) {
         return train_refuse(why, "%s: %llu bytes to learn from are fewer than one sequence of %lld "
                             "and its label", t->path, (unsigned long long)t->text.size,
                             (long long)longest);
-    if (t->eval && (int64_t)t->held.size <= train_context(t, t->steps))
-        return train_refuse(why, "%s: %llu bytes are fewer than one sequence of %lld and its label",
-                            held, (unsigned long long)t->held.size,
+    if (held && (int64_t)t->held.size <= train_context(t, t->steps))
+        return train_refuse(why, "%s: %llu bytes of text are fewer than one sequence of %lld and "
+                            "its label", held, (unsigned long long)t->held.size,
                             (long long)train_context(t, t->steps));
     t->c.text = t->eval_only ? 0 : train_hash(0xcbf29ce484222325u, t->text.data, t->text.size);
     t->c.configuration = t->eval_only ? 0 : train_configuration(t);
@@ -482,6 +483,7 @@ static int train_shape_found(train *t, char *why) {
     if (found < 0) return train_refuse(why, "%s.manifest: there is no checkpoint", t->out);
     if (!found) return 0;
     t->shape = m.c.shape;
+    t->steps = m.c.step;
     return train_shape_fits(t, why);
 }
 
@@ -517,7 +519,6 @@ static int train_begin(train *t, char *why) {
         if (found < 0)
             return train_refuse(why, "%s.manifest: there is no checkpoint", t->out);
         if (!found) return 0;
-        if (t->eval_only) t->steps = t->c.step;
     } else {
         if (manifest_read(t->out, &m, why) >= 0)
             return train_refuse(why, "%s.manifest: there is a checkpoint already: take --resume or "

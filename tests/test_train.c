@@ -750,15 +750,24 @@ TEST(refused) {
         { "--context 1024,2048@5,4096@5", "rising" }, { "--layout striped", "zigzag" },
         { "--type q4", "q8_0" }, { "--rate -1", "'-1'" }, { "--heads 3", "multiples" },
         { "--context 65536", "fewer than one sequence" }, { "--held nowhere", "nowhere" },
+        { "--context 1024,8192@5 --held TEXT/short", "1100 bytes of text are fewer" },
+        { "--held TEXT/noise", "noise: 0 bytes of text are fewer" },
         { "--ranks 16 --layout zigzag", "contiguous" }, { "second", "already" },
         { "--out /nowhere/at/all", "/nowhere" } };
-    char why[TRAIN_WHY];
+    char why[TRAIN_WHY], line[700];
+    write_text("short", 1099, 3);      /* and a byte 0 before it */
+    write_bytes(in_folder("noise"), (const uint8_t *)"a\0b", 3);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         h_context("%s", cases[i].line);
-        CHECK(!run(cases[i].line, why));
-        h_context("%s: '%s'", cases[i].line, why);
+        const char *in = strstr(cases[i].line, "TEXT/");
+        snprintf(line, sizeof line, "%.*s%s", in ? (int)(in - cases[i].line) : 99, cases[i].line,
+                 in ? in_folder(in + 5) : "");
+        CHECK(!run(line, why));
+        h_context("%s: '%s'", line, why);
         CHECK(strstr(why, cases[i].says) && !strchr(why, '\n'));
     }
+    (void)remove(in_folder("short"));
+    (void)remove(in_folder("noise"));
 }
 
 /* A run whose weights grow until the gradient is no number keeps its last good checkpoint. */

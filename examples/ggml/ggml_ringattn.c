@@ -186,7 +186,7 @@ static int nodes_known(struct ggml_context *c) {
     return good ? 1 : unfit("this engine's tensors differ from those of the headers", "");
 }
 
-static int reached;
+static atomic_int reached;             /* engines free backends on any thread */
 
 static void *probe(void) {
     reached = 1;
@@ -830,7 +830,11 @@ static bool device_reads(ggml_backend_dev_t d, ggml_backend_buffer_type_t b) {
 
 static ggml_backend_t device_init(ggml_backend_dev_t d, const char *params) {
     ggml_backend_t b = hooked_init(cpu.device, params);
-    if (!b || !state_of(b)) return NULL;
+    if (b && !state_of(b)) {
+        engine.ggml_backend_free(b);
+        b = NULL;
+    }
+    if (!b) return NULL;
     b->iface.get_name = backend_name;
     b->device = d;
     return b;
@@ -924,6 +928,7 @@ static int node_right(struct ggml_cgraph *graph, const struct ggml_tensor *a) {
     double worst = 0;
     ggml_backend_t b = engine.ggml_backend_dev_init(cpu.device, NULL);
     struct state *s = b ? state_of(b) : NULL;
+    if (b && !s) engine.ggml_backend_free(b);
     if (!s) return unfit("the CPU device does not make its backends", "");
     memset(a->data, 0xff, D * HEADS * ROWS * sizeof(float));
     const enum ggml_status status = engine.ggml_backend_graph_compute(b, graph);

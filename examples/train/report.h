@@ -26,7 +26,8 @@ static inline int report_svg(const char *path, const float *bits, int64_t first,
                 330 - 36 * sum / (double)(j - i));
     }
     fprintf(f, "\"/>\n</svg>\n");
-    return fclose(f) == 0;
+    const int ok = !ferror(f);
+    return fclose(f) == 0 && ok;
 }
 
 /* Bytes that a command makes of a file; 0: it is not there, or it failed. */
