@@ -74,7 +74,7 @@
 #include <sodium.h>
 #endif
 
-#define RA_TCP_UNUSED __attribute__((unused))
+#define RA_TCP_API static __attribute__((unused))
 
 /* Zero it first. Equal on all ranks, except rank, listen_fd and error. */
 typedef struct ra_tcp_desc {
@@ -204,8 +204,8 @@ typedef struct ra_tcp {
 } ra_tcp;
 
 /* -------------------------------------------------------------------------- sentences */
-static RA_TCP_UNUSED ra_status ra_tcp_refuse(const ra_tcp_desc *d, ra_status s, const char *field,
-                                             const char *format, ...) {
+static ra_status ra_tcp_refuse(const ra_tcp_desc *d, ra_status s, const char *field,
+                               const char *format, ...) {
     va_list args;
     if (!d->error) return s;
     d->error->status = s;
@@ -216,27 +216,27 @@ static RA_TCP_UNUSED ra_status ra_tcp_refuse(const ra_tcp_desc *d, ra_status s, 
     return s;
 }
 
-static RA_TCP_UNUSED void ra_tcp_note(ra_tcp *t, const char *format, ...) {
+static void ra_tcp_note(ra_tcp *t, const char *format, ...) {
     va_list args;
     va_start(args, format);
     vsnprintf(t->note, sizeof t->note, format, args);
     va_end(args);
 }
 
-static RA_TCP_UNUSED void ra_tcp_tried(ra_tcp_conn *c, const char *what, int error) {
+static void ra_tcp_tried(ra_tcp_conn *c, const char *what, int error) {
     c->last.what = what;
     c->last.error = error;
     c->last.when_ns = ra_now_ns();
 }
 
-static RA_TCP_UNUSED const char *ra_tcp_silence(const ra_tcp_conn *c) {
+static const char *ra_tcp_silence(const ra_tcp_conn *c) {
     return c->stage == RA_TCP_AT_DIAL    ? "it does not answer requests to connect"
            : c->stage == RA_TCP_AT_HELLO ? "it accepts connections, but says nothing"
                                          : "it has stopped in the handshake";
 }
 
 /* "10.0.0.1:4000", and whether other hosts can reach that. */
-static RA_TCP_UNUSED void ra_tcp_numeric(const struct sockaddr *a, socklen_t n, char out[128]) {
+static void ra_tcp_numeric(const struct sockaddr *a, socklen_t n, char out[128]) {
     char host[64] = "?", port[8] = "?";
     const int v6 = a->sa_family == AF_INET6;
     int local;
@@ -247,12 +247,12 @@ static RA_TCP_UNUSED void ra_tcp_numeric(const struct sockaddr *a, socklen_t n, 
 }
 
 /* -------------------------------------------------------------------------- sockets */
-static RA_TCP_UNUSED void ra_tcp_option(int fd, int level, int name, int value) {
+static void ra_tcp_option(int fd, int level, int name, int value) {
     (void)setsockopt(fd, level, name, &value, sizeof value);
 }
 
 /* Probes are rarer the more ranks there are: a host with many of them drops their probes. */
-static RA_TCP_UNUSED int ra_tcp_prepare(int fd, int ranks) {
+static int ra_tcp_prepare(int fd, int ranks) {
     int flags = fcntl(fd, F_GETFL, 0);
     if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) return -1;
     (void)fcntl(fd, F_SETFD, FD_CLOEXEC);
@@ -267,7 +267,7 @@ static RA_TCP_UNUSED int ra_tcp_prepare(int fd, int ranks) {
 }
 
 /* The port of "host:port" or "[v6]:port"; -1: another form. */
-static RA_TCP_UNUSED int ra_tcp_port(const char *address) {
+static int ra_tcp_port(const char *address) {
     const char *colon = strrchr(address, ':'), *p = colon ? colon + 1 : "";
     long port = 0;
     if (!*p || colon == address || strlen(p) > 5) return -1;
@@ -281,7 +281,7 @@ static RA_TCP_UNUSED int ra_tcp_port(const char *address) {
 }
 
 /* The addresses of "host:port" or "[v6]:port". *why: 0, or an EAI_* for gai_strerror. */
-static RA_TCP_UNUSED struct addrinfo *ra_tcp_resolve(const char *address, int listens, int *why) {
+static struct addrinfo *ra_tcp_resolve(const char *address, int listens, int *why) {
     struct addrinfo hints, *out = NULL;
     const char *colon = strrchr(address, ':');
     char host[256];
@@ -303,7 +303,7 @@ static RA_TCP_UNUSED struct addrinfo *ra_tcp_resolve(const char *address, int li
 
 /* A socket that listens on this address alone; *port: its port, of which 0 chooses a free one. -1:
  * see errno. */
-static RA_TCP_UNUSED int ra_tcp_listen(const char *address, int *port) {
+RA_TCP_API int ra_tcp_listen(const char *address, int *port) {
     int fd = -1, kept = EADDRNOTAVAIL, why;
     struct addrinfo *list = ra_tcp_resolve(address, 1, &why), *a;
     struct sockaddr_storage at;
@@ -328,7 +328,7 @@ static RA_TCP_UNUSED int ra_tcp_listen(const char *address, int *port) {
 }
 
 /* -------------------------------------------------------------------------- a connection's end */
-static RA_TCP_UNUSED void ra_tcp_drop(ra_tcp_conn *c, int why) {
+static void ra_tcp_drop(ra_tcp_conn *c, int why) {
     if (c->fd >= 0) close(c->fd);
     c->fd = -1;
     c->dead = why;
@@ -342,7 +342,7 @@ static RA_TCP_UNUSED void ra_tcp_drop(ra_tcp_conn *c, int why) {
 #endif
 }
 
-static RA_TCP_UNUSED void ra_tcp_reset(ra_tcp_conn *c) {
+static void ra_tcp_reset(ra_tcp_conn *c) {
     const ra_tcp_conn old = *c;
     ra_tcp_drop(c, 0);
     memset(c, 0, sizeof *c);
@@ -356,7 +356,7 @@ static RA_TCP_UNUSED void ra_tcp_reset(ra_tcp_conn *c) {
 }
 
 /* Ends the first op of a queue. The next poll writes its state. */
-static RA_TCP_UNUSED void ra_tcp_end(ra_tcp_queue *q, int state) {
+static void ra_tcp_end(ra_tcp_queue *q, int state) {
     ra_transport_op *op = q->first;
     q->first = (ra_transport_op *)op->scratch[RA_TCP_NEXT];
     if (!q->first) q->last = NULL;
@@ -364,13 +364,12 @@ static RA_TCP_UNUSED void ra_tcp_end(ra_tcp_queue *q, int state) {
 }
 
 /* -------------------------------------------------------------------------- frames out */
-static RA_TCP_UNUSED size_t ra_tcp_piece(const ra_tcp *t) {
+static size_t ra_tcp_piece(const ra_tcp *t) {
     return t->sealed ? (size_t)RA_TCP_SEALED : (size_t)RA_TCP_PLAIN;
 }
 
 /* Makes a frame the one that is sent. data: h->body bytes in a send's buffer. */
-static RA_TCP_UNUSED void ra_tcp_stage(ra_tcp *t, ra_tcp_conn *c, const ra_tcp_head *h,
-                                       const uint8_t *data) {
+static void ra_tcp_stage(ra_tcp *t, ra_tcp_conn *c, const ra_tcp_head *h, const uint8_t *data) {
     c->out_at = 0;
     if (!t->sealed) {
         memcpy(c->out_buf, h, RA_TCP_HEAD);
@@ -391,7 +390,7 @@ static RA_TCP_UNUSED void ra_tcp_stage(ra_tcp *t, ra_tcp_conn *c, const ra_tcp_h
 #endif
 }
 
-static RA_TCP_UNUSED ra_tcp_head ra_tcp_head_of(int kind, int channel, uint64_t tag) {
+static ra_tcp_head ra_tcp_head_of(int kind, int channel, uint64_t tag) {
     ra_tcp_head h;
     memset(&h, 0, sizeof h);
     h.kind = (uint8_t)kind;
@@ -402,7 +401,7 @@ static RA_TCP_UNUSED ra_tcp_head ra_tcp_head_of(int kind, int channel, uint64_t 
 
 /* Stages the next frame: grants first, because peers wait for them, then pieces of messages,
  * channels in turn. 0: there is none. */
-static RA_TCP_UNUSED int ra_tcp_next(ra_tcp *t, ra_tcp_conn *c) {
+static int ra_tcp_next(ra_tcp *t, ra_tcp_conn *c) {
     for (int i = 0; i < RA_TCP_CHANNELS; i++) {
         ra_tcp_head h = ra_tcp_head_of(RA_TCP_GRANT, i, c->to_grant[i]);
         if (!c->to_grant[i]) continue;
@@ -432,7 +431,7 @@ static RA_TCP_UNUSED int ra_tcp_next(ra_tcp *t, ra_tcp_conn *c) {
 }
 
 /* Writes what is staged. 1: all of it; 0: the socket is full; -1: the connection is gone. */
-static RA_TCP_UNUSED int ra_tcp_write(ra_tcp_conn *c) {
+static int ra_tcp_write(ra_tcp_conn *c) {
     while (c->out_at < c->out_len + c->out_body) {
         size_t head = c->out_at < c->out_len ? c->out_len - c->out_at : 0;
         size_t past = head ? 0 : c->out_at - c->out_len;
@@ -456,7 +455,7 @@ static RA_TCP_UNUSED int ra_tcp_write(ra_tcp_conn *c) {
 }
 
 /* The system has taken a frame. Ends the send whose last piece it was. */
-static RA_TCP_UNUSED void ra_tcp_sent(ra_tcp_conn *c) {
+static void ra_tcp_sent(ra_tcp_conn *c) {
     ra_transport_op *op = c->out_op;
     c->out_op = NULL;
     if (!op || (size_t)(uintptr_t)op->scratch[RA_TCP_MOVED] < op->len) return;
@@ -464,7 +463,7 @@ static RA_TCP_UNUSED void ra_tcp_sent(ra_tcp_conn *c) {
     ra_tcp_end(&c->send[op->channel], RA_MSG_DONE);
 }
 
-static RA_TCP_UNUSED void ra_tcp_flush(ra_tcp *t, ra_tcp_conn *c) {
+static void ra_tcp_flush(ra_tcp *t, ra_tcp_conn *c) {
     while (c->fd >= 0 && !c->hush) {
         int done = ra_tcp_write(c);
         if (done < 0) {
@@ -479,13 +478,13 @@ static RA_TCP_UNUSED void ra_tcp_flush(ra_tcp *t, ra_tcp_conn *c) {
 
 /* -------------------------------------------------------------------------- frames in */
 /* Bytes on the wire of n bytes of a head or body. */
-static RA_TCP_UNUSED size_t ra_tcp_on_wire(const ra_tcp *t, size_t n) {
+static size_t ra_tcp_on_wire(const ra_tcp *t, size_t n) {
     return n + (t->sealed ? (size_t)RA_TCP_A : 0);
 }
 
 /* Where the body of c->head goes from byte `at` on: into a receive's buffer, or where it is
  * discarded. *n: at most so many bytes. */
-static RA_TCP_UNUSED uint8_t *ra_tcp_target(ra_tcp *t, const ra_tcp_conn *c, size_t at, size_t *n) {
+static uint8_t *ra_tcp_target(ra_tcp *t, const ra_tcp_conn *c, size_t at, size_t *n) {
     const ra_transport_op *op = c->recv[c->head.channel].first;
     size_t moved = c->skip[c->head.channel] || !op ? 0
                    : (size_t)(uintptr_t)op->scratch[RA_TCP_MOVED] + at;
@@ -495,7 +494,7 @@ static RA_TCP_UNUSED uint8_t *ra_tcp_target(ra_tcp *t, const ra_tcp_conn *c, siz
 }
 
 /* Takes a head. 0, or the failure of the connection. */
-static RA_TCP_UNUSED int ra_tcp_take_head(ra_tcp *t, ra_tcp_conn *c) {
+static int ra_tcp_take_head(ra_tcp *t, ra_tcp_conn *c) {
     const ra_tcp_head *h = &c->head;
     int channel = h->channel;
     ra_transport_op *op;
@@ -526,7 +525,7 @@ static RA_TCP_UNUSED int ra_tcp_take_head(ra_tcp *t, ra_tcp_conn *c) {
 
 /* Takes the body of c->head, whose bytes are in place. A message of another length than agreed
  * fills the buffer as far as it goes, and the rest of it is discarded. */
-static RA_TCP_UNUSED void ra_tcp_take_body(ra_tcp_conn *c) {
+static void ra_tcp_take_body(ra_tcp_conn *c) {
     int channel = c->head.channel;
     ra_transport_op *op = c->recv[channel].first;
     const size_t length = (size_t)c->head.length;
@@ -547,7 +546,7 @@ static RA_TCP_UNUSED void ra_tcp_take_body(ra_tcp_conn *c) {
 }
 
 /* Decrypts the n bytes of in_buf to `to`; 0: they are not a frame of this connection. */
-static RA_TCP_UNUSED int ra_tcp_unseal(ra_tcp_conn *c, uint8_t *to, size_t n) {
+static int ra_tcp_unseal(ra_tcp_conn *c, uint8_t *to, size_t n) {
 #ifdef RA_TCP_SODIUM
     unsigned char tag;
     return crypto_secretstream_xchacha20poly1305_pull(&c->pull, to, NULL, &tag, c->in_buf, n, NULL,
@@ -559,14 +558,14 @@ static RA_TCP_UNUSED int ra_tcp_unseal(ra_tcp_conn *c, uint8_t *to, size_t n) {
 }
 
 /* Takes the head of a frame to c->head; 0: it is not one of this connection. */
-static RA_TCP_UNUSED int ra_tcp_open_head(const ra_tcp *t, ra_tcp_conn *c) {
+static int ra_tcp_open_head(const ra_tcp *t, ra_tcp_conn *c) {
     if (t->sealed) return ra_tcp_unseal(c, (uint8_t *)&c->head, c->in_need);
     memcpy(&c->head, c->in_buf, RA_TCP_HEAD);
     return 1;
 }
 
 /* Decrypts the body of c->head to where it goes; 0: as above. */
-static RA_TCP_UNUSED int ra_tcp_open_body(ra_tcp *t, ra_tcp_conn *c) {
+static int ra_tcp_open_body(ra_tcp *t, ra_tcp_conn *c) {
     size_t n = c->head.body;
     uint8_t *to = t->sealed ? ra_tcp_target(t, c, 0, &n) : NULL;
     int whole = n == c->head.body;
@@ -577,7 +576,7 @@ static RA_TCP_UNUSED int ra_tcp_open_body(ra_tcp *t, ra_tcp_conn *c) {
 }
 
 /* Takes the head or body that has come. 0, or the failure of the connection. */
-static RA_TCP_UNUSED int ra_tcp_take(ra_tcp *t, ra_tcp_conn *c) {
+static int ra_tcp_take(ra_tcp *t, ra_tcp_conn *c) {
     if (!c->in_body) {
         int code = ra_tcp_open_head(t, c) ? ra_tcp_take_head(t, c) : RA_E_PROTO;
         if (code) return code;
@@ -594,7 +593,7 @@ static RA_TCP_UNUSED int ra_tcp_take(ra_tcp *t, ra_tcp_conn *c) {
 
 /* Reads up to in_need bytes. 1: they have come; 0: not yet; RA_E_PEER: the peer has closed;
  * RA_E_IO: the connection is broken, see errno. */
-static RA_TCP_UNUSED int ra_tcp_read(ra_tcp *t, ra_tcp_conn *c) {
+static int ra_tcp_read(ra_tcp *t, ra_tcp_conn *c) {
     while (c->in_at < c->in_need) {
         size_t most = c->in_need - c->in_at;
         uint8_t *to = c->in_body && !t->sealed ? ra_tcp_target(t, c, c->in_at, &most)
@@ -608,12 +607,12 @@ static RA_TCP_UNUSED int ra_tcp_read(ra_tcp *t, ra_tcp_conn *c) {
     return 1;
 }
 
-static RA_TCP_UNUSED int ra_tcp_has_ops(const ra_tcp_conn *c) {
+static int ra_tcp_has_ops(const ra_tcp_conn *c) {
     return c->send[0].first || c->send[1].first || c->recv[0].first || c->recv[1].first;
 }
 
 /* Reads what has come on an open connection, a few MiB at most, so that others get a turn. */
-static RA_TCP_UNUSED void ra_tcp_drink(ra_tcp *t, ra_tcp_conn *c) {
+static void ra_tcp_drink(ra_tcp *t, ra_tcp_conn *c) {
     for (int frames = 0; c->fd >= 0 && frames < 32; frames++) {
         int code = ra_tcp_read(t, c);
         if (code == 0) return;
@@ -633,7 +632,7 @@ static RA_TCP_UNUSED void ra_tcp_drink(ra_tcp *t, ra_tcp_conn *c) {
 }
 
 /* -------------------------------------------------------------------------- handshake */
-static RA_TCP_UNUSED ra_tcp_hello ra_tcp_hello_of(const ra_tcp *t, int to) {
+static ra_tcp_hello ra_tcp_hello_of(const ra_tcp *t, int to) {
     ra_tcp_hello h;
     memset(&h, 0, sizeof h);
     memcpy(h.magic, "ra_tcp\r\n", 8);
@@ -650,13 +649,13 @@ static RA_TCP_UNUSED ra_tcp_hello ra_tcp_hello_of(const ra_tcp *t, int to) {
 }
 
 /* Appends bytes of a handshake, which are few, to those that are to be written. */
-static RA_TCP_UNUSED void ra_tcp_append(ra_tcp_conn *c, const void *data, size_t n) {
+static void ra_tcp_append(ra_tcp_conn *c, const void *data, size_t n) {
     memcpy(c->out_buf + c->out_len, data, n);
     c->out_len += n;
 }
 
 /* Appends a frame of the handshake. */
-static RA_TCP_UNUSED void ra_tcp_put(ra_tcp *t, ra_tcp_conn *c, int kind, uint64_t tag) {
+static void ra_tcp_put(ra_tcp *t, ra_tcp_conn *c, int kind, uint64_t tag) {
     ra_tcp_head h = ra_tcp_head_of(kind, 0, tag);
     uint8_t frame[RA_TCP_HEAD + 64];
     memcpy(frame, &h, RA_TCP_HEAD);
@@ -670,7 +669,7 @@ static RA_TCP_UNUSED void ra_tcp_put(ra_tcp *t, ra_tcp_conn *c, int kind, uint64
 
 /* Derives the keys of both directions from the shared key, the key pairs of this connection, and
  * both hellos. Appends the start of the output. 0: a public key is invalid. */
-static RA_TCP_UNUSED int ra_tcp_agree(ra_tcp *t, ra_tcp_conn *c) {
+static int ra_tcp_agree(ra_tcp *t, ra_tcp_conn *c) {
 #ifdef RA_TCP_SODIUM
     uint8_t said[32 + 2 * RA_TCP_HELLO], rx[32], tx[32], key[32], start[RA_TCP_START];
     const ra_tcp_hello *first = c->dialed ? &c->hello : &c->peer_hello;
@@ -702,7 +701,7 @@ static RA_TCP_UNUSED int ra_tcp_agree(ra_tcp *t, ra_tcp_conn *c) {
 }
 
 /* Stages this rank's hello. */
-static RA_TCP_UNUSED void ra_tcp_say_hello(ra_tcp *t, ra_tcp_conn *c, int to) {
+static void ra_tcp_say_hello(ra_tcp *t, ra_tcp_conn *c, int to) {
     c->hello = ra_tcp_hello_of(t, to);
 #ifdef RA_TCP_SODIUM
     if (t->sealed) (void)crypto_kx_keypair(c->hello.public_key, c->secret_key);
@@ -714,7 +713,7 @@ static RA_TCP_UNUSED void ra_tcp_say_hello(ra_tcp *t, ra_tcp_conn *c, int to) {
 /* Checks a hello. RA_AGAIN: this peer is refused, but the right one may still come; negative: the
  * ring cannot form, which a peer cannot decide before it has shown that it has the key. The reason
  * goes to t->note. */
-static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_conn *c) {
+static int ra_tcp_judge(ra_tcp *t, const ra_tcp_conn *c) {
     const ra_tcp_hello *h = &c->peer_hello;
     int again = t->sealed && c->stage != RA_TCP_AT_READY ? (int)RA_AGAIN : (int)RA_E_MISMATCH;
     if (h->order != 0x01020304) {
@@ -762,7 +761,7 @@ static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_conn *c) {
 
 /* Takes the peer's hello. Returns as ra_tcp_judge. With a key on both sides, what differs is judged
  * once the peer has shown its key. */
-static RA_TCP_UNUSED int ra_tcp_heard_hello(ra_tcp *t, ra_tcp_conn *c) {
+static int ra_tcp_heard_hello(ra_tcp *t, ra_tcp_conn *c) {
     const ra_tcp_hello *h = &c->peer_hello;
     int code;
     memcpy(&c->peer_hello, c->in_buf, sizeof c->peer_hello);
@@ -786,7 +785,7 @@ static RA_TCP_UNUSED int ra_tcp_heard_hello(ra_tcp *t, ra_tcp_conn *c) {
 }
 
 /* The first frame comes behind the start of its stream. 0: it does not open. */
-static RA_TCP_UNUSED int ra_tcp_open_ready(ra_tcp *t, ra_tcp_conn *c) {
+static int ra_tcp_open_ready(ra_tcp *t, ra_tcp_conn *c) {
 #ifdef RA_TCP_SODIUM
     if (t->sealed) {
         c->in_need -= RA_TCP_START;
@@ -800,14 +799,14 @@ static RA_TCP_UNUSED int ra_tcp_open_ready(ra_tcp *t, ra_tcp_conn *c) {
 }
 
 /* 1: the peer of an open connection has gone, and has neither sent anything nor said farewell. */
-static RA_TCP_UNUSED int ra_tcp_gone(const ra_tcp_conn *c) {
+static int ra_tcp_gone(const ra_tcp_conn *c) {
     char byte;
     ssize_t n = recv(c->fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK);
     return n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
 }
 
 /* Takes READY or SEATED. Returns as ra_tcp_judge. */
-static RA_TCP_UNUSED int ra_tcp_heard_frame(ra_tcp *t, ra_tcp_conn *c) {
+static int ra_tcp_heard_frame(ra_tcp *t, ra_tcp_conn *c) {
     const int from = c->peer_hello.from, last = c->stage == RA_TCP_AT_SEATED;
     ra_tcp_head h;
     int code, taken;
@@ -846,7 +845,7 @@ static RA_TCP_UNUSED int ra_tcp_heard_frame(ra_tcp *t, ra_tcp_conn *c) {
 
 /* Continues a handshake. RA_OK; RA_AGAIN: this connection is useless; negative: the ring cannot
  * form. */
-static RA_TCP_UNUSED int ra_tcp_shake(ra_tcp *t, ra_tcp_conn *c) {
+static int ra_tcp_shake(ra_tcp *t, ra_tcp_conn *c) {
     for (;;) {
         int code = ra_tcp_write(c) < 0 ? (int)RA_E_IO : c->stage == RA_TCP_AT_OPEN ? 0
                    : ra_tcp_read(t, c);
@@ -867,7 +866,7 @@ static RA_TCP_UNUSED int ra_tcp_shake(ra_tcp *t, ra_tcp_conn *c) {
 /* -------------------------------------------------------------------------- connecting */
 /* A free place for a caller, unless `taken`; otherwise the place of who has not said a whole hello,
  * or has been there longest. Null: there is none. */
-static RA_TCP_UNUSED ra_tcp_conn *ra_tcp_place(ra_tcp *t, int taken) {
+static ra_tcp_conn *ra_tcp_place(ra_tcp *t, int taken) {
     ra_tcp_conn *best = NULL;
     for (int i = 0; i < t->places; i++) {
         ra_tcp_conn *c = &t->stranger[i];
@@ -880,7 +879,7 @@ static RA_TCP_UNUSED ra_tcp_conn *ra_tcp_place(ra_tcp *t, int taken) {
 }
 
 /* There is no descriptor: drops a caller. 0: there is none. */
-static RA_TCP_UNUSED int ra_tcp_make_room(ra_tcp *t, int error) {
+static int ra_tcp_make_room(ra_tcp *t, int error) {
     ra_tcp_conn *c = ra_tcp_place(t, 1);
     struct rlimit most;
     if (getrlimit(RLIMIT_NOFILE, &most)) most.rlim_cur = 0;
@@ -890,11 +889,11 @@ static RA_TCP_UNUSED int ra_tcp_make_room(ra_tcp *t, int error) {
     return c != NULL;
 }
 
-static RA_TCP_UNUSED int ra_tcp_is_full(int error) {
+static int ra_tcp_is_full(int error) {
     return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
 }
 
-static RA_TCP_UNUSED void ra_tcp_dial(ra_tcp *t, ra_tcp_conn *c, const struct addrinfo *list) {
+static void ra_tcp_dial(ra_tcp *t, ra_tcp_conn *c, const struct addrinfo *list) {
     int count = 0, pick, fd;
     const struct addrinfo *a;
     for (a = list; a; a = a->ai_next) count++;
@@ -918,7 +917,7 @@ static RA_TCP_UNUSED void ra_tcp_dial(ra_tcp *t, ra_tcp_conn *c, const struct ad
 }
 
 /* The connection is made: stages the hello. */
-static RA_TCP_UNUSED int ra_tcp_dialed(ra_tcp *t, ra_tcp_conn *c) {
+static int ra_tcp_dialed(ra_tcp *t, ra_tcp_conn *c) {
     int error = 0;
     socklen_t n = sizeof error;
     if (getsockopt(c->fd, SOL_SOCKET, SO_ERROR, &error, &n) || error) {
@@ -932,7 +931,7 @@ static RA_TCP_UNUSED int ra_tcp_dialed(ra_tcp *t, ra_tcp_conn *c) {
 
 /* Moves a connection to its rank, once that is known, and drops an earlier one of this rank. It
  * gets the rank's buffers, which have room for messages. */
-static RA_TCP_UNUSED void ra_tcp_seat(ra_tcp *t, ra_tcp_conn *c) {
+static void ra_tcp_seat(ra_tcp *t, ra_tcp_conn *c) {
     ra_tcp_conn *seat = &t->conn[c->peer_hello.from], old;
     ra_tcp_reset(seat);
     memcpy(seat->out_buf, c->out_buf, c->out_len);
@@ -947,7 +946,7 @@ static RA_TCP_UNUSED void ra_tcp_seat(ra_tcp *t, ra_tcp_conn *c) {
 
 /* A step of a connection that is not open yet, with what has come until `now`. Negative: the ring
  * cannot form. */
-static RA_TCP_UNUSED int ra_tcp_attend(ra_tcp *t, ra_tcp_conn *c, int events, int64_t now) {
+static int ra_tcp_attend(ra_tcp *t, ra_tcp_conn *c, int events, int64_t now) {
     int code = RA_OK;
     if (events && c->stage == RA_TCP_AT_DIAL) code = ra_tcp_dialed(t, c);
     if (code == RA_OK && events && c->stage != RA_TCP_AT_DIAL) code = ra_tcp_shake(t, c);
@@ -963,7 +962,7 @@ static RA_TCP_UNUSED int ra_tcp_attend(ra_tcp *t, ra_tcp_conn *c, int events, in
 }
 
 /* Accepts connections. Most have said hello when their turn comes. */
-static RA_TCP_UNUSED int ra_tcp_callers(ra_tcp *t) {
+static int ra_tcp_callers(ra_tcp *t) {
     int code = RA_OK;
     for (int n = 0; n < RA_TCP_STRANGERS && code >= 0; n++) {
         ra_tcp_conn *c;
@@ -989,7 +988,7 @@ static RA_TCP_UNUSED int ra_tcp_callers(ra_tcp *t) {
 }
 
 /* The first rank that is not connected, and *others: how many more; -1: there is none. */
-static RA_TCP_UNUSED int ra_tcp_missing(const ra_tcp *t, int *others) {
+static int ra_tcp_missing(const ra_tcp *t, int *others) {
     int first = -1;
     *others = 0;
     for (int r = 0; r < t->ranks; r++) {
@@ -1001,7 +1000,7 @@ static RA_TCP_UNUSED int ra_tcp_missing(const ra_tcp *t, int *others) {
 }
 
 /* Says who is missing, at which address, and what the last try came to. */
-static RA_TCP_UNUSED ra_status ra_tcp_late(ra_tcp *t, int r, int others) {
+static ra_status ra_tcp_late(ra_tcp *t, int r, int others) {
     ra_tcp_conn *c = &t->conn[r];
     char at[128], what[200] = "", more[40] = "";
     struct sockaddr_storage own;
@@ -1027,7 +1026,7 @@ static RA_TCP_UNUSED ra_status ra_tcp_late(ra_tcp *t, int r, int others) {
 
 /* A peer that closes while the ring connects, and that had not connected itself with all others,
  * may be one that starts again: it is missing. Looks for such peers every 100 ms, and last. */
-static RA_TCP_UNUSED void ra_tcp_look_around(ra_tcp *t, int last) {
+static void ra_tcp_look_around(ra_tcp *t, int last) {
     const int64_t now = ra_now_ns();
     if (!last && now - t->swept_ns < 100 * RA_TCP_MS) return;
     t->swept_ns = now;
@@ -1040,7 +1039,7 @@ static RA_TCP_UNUSED void ra_tcp_look_around(ra_tcp *t, int last) {
 }
 
 /* Adds a connection to those of the next poll. */
-static RA_TCP_UNUSED int ra_tcp_await(ra_tcp *t, int n, ra_tcp_conn *c, int events) {
+static int ra_tcp_await(ra_tcp *t, int n, ra_tcp_conn *c, int events) {
     t->who[n] = c;
     t->fds[n].fd = c ? c->fd : t->listener;
     t->fds[n].events = (short)events;
@@ -1049,7 +1048,7 @@ static RA_TCP_UNUSED int ra_tcp_await(ra_tcp *t, int n, ra_tcp_conn *c, int even
 }
 
 /* A round of connecting. list: addresses of the ranks below. */
-static RA_TCP_UNUSED int ra_tcp_round(ra_tcp *t, struct addrinfo *const *list) {
+static int ra_tcp_round(ra_tcp *t, struct addrinfo *const *list) {
     const int64_t now = ra_now_ns(), pause = (50 + t->ranks) * RA_TCP_MS;
     int n = 0, code = RA_OK;
     ra_tcp_look_around(t, 0);
@@ -1077,7 +1076,7 @@ static RA_TCP_UNUSED int ra_tcp_round(ra_tcp *t, struct addrinfo *const *list) {
     return code;
 }
 
-static RA_TCP_UNUSED ra_status ra_tcp_connect(ra_tcp *t) {
+static ra_status ra_tcp_connect(ra_tcp *t) {
     struct addrinfo **list = (struct addrinfo **)calloc((size_t)t->ranks, sizeof *list);
     int64_t begin = ra_now_ns();
     int code = list ? RA_OK : RA_E_NOMEM, missing, others, why;
@@ -1105,7 +1104,7 @@ static RA_TCP_UNUSED ra_status ra_tcp_connect(ra_tcp *t) {
  * tells the peers, because it checks `why` once more after it has released `busy`. */
 
 /* Sends this rank's abort, or without one a farewell, to all peers, once. */
-static RA_TCP_UNUSED void ra_tcp_tell(ra_tcp *t, int farewell) {
+static void ra_tcp_tell(ra_tcp *t, int farewell) {
     int why = __atomic_load_n(&t->why, __ATOMIC_SEQ_CST);
     if ((!why && !farewell) || t->told) return;
     __atomic_store_n(&t->told, 1, __ATOMIC_SEQ_CST);
@@ -1124,11 +1123,11 @@ static RA_TCP_UNUSED void ra_tcp_tell(ra_tcp *t, int farewell) {
     }
 }
 
-static RA_TCP_UNUSED void ra_tcp_enter(ra_tcp *t) {
+static void ra_tcp_enter(ra_tcp *t) {
     while (__atomic_exchange_n(&t->busy, 1, __ATOMIC_SEQ_CST)) sched_yield();
 }
 
-static RA_TCP_UNUSED void ra_tcp_leave(ra_tcp *t) {
+static void ra_tcp_leave(ra_tcp *t) {
     do {
         ra_tcp_tell(t, 0);
         __atomic_store_n(&t->busy, 0, __ATOMIC_SEQ_CST);
@@ -1137,19 +1136,19 @@ static RA_TCP_UNUSED void ra_tcp_leave(ra_tcp *t) {
              !__atomic_exchange_n(&t->busy, 1, __ATOMIC_SEQ_CST));
 }
 
-static RA_TCP_UNUSED int ra_tcp_failure(const ra_tcp *t) {
+static int ra_tcp_failure(const ra_tcp *t) {
     int why = __atomic_load_n(&t->why, __ATOMIC_SEQ_CST);
     return why ? why : t->heard;
 }
 
 /* -------------------------------------------------------------------------- callbacks */
-static RA_TCP_UNUSED void ra_tcp_enlist(ra_tcp *t, ra_tcp_conn *c) {
+static void ra_tcp_enlist(ra_tcp *t, ra_tcp_conn *c) {
     if (!c->listed) t->list[t->active++] = c->peer;
     c->listed = 1;
 }
 
 /* Lists what poll(2) looks at: open sockets, those of the list or all. Returns how many. */
-static RA_TCP_UNUSED int ra_tcp_watch(ra_tcp *t, int all) {
+static int ra_tcp_watch(ra_tcp *t, int all) {
     int n = 0;
     for (int i = 0; i < (all ? t->ranks : t->active); i++) {
         ra_tcp_conn *c = &t->conn[all ? i : t->list[i]];
@@ -1161,7 +1160,7 @@ static RA_TCP_UNUSED int ra_tcp_watch(ra_tcp *t, int all) {
 
 /* Moves bytes of the connections that have ops or an unfinished frame. The others may bring an
  * abort or break: one call looks at all of them from time to time. */
-static RA_TCP_UNUSED void ra_tcp_move(ra_tcp *t) {
+static void ra_tcp_move(ra_tcp *t) {
     const int64_t now = ra_now_ns();
     if (now - t->swept_ns >= RA_TCP_SWEEP_NS) {
         int n = ra_tcp_watch(t, 1);
@@ -1182,7 +1181,7 @@ static RA_TCP_UNUSED void ra_tcp_move(ra_tcp *t) {
 }
 
 /* Writes the states of ops that have ended. Returns how many are PENDING. */
-static RA_TCP_UNUSED int ra_tcp_settle(ra_tcp *t, ra_transport_op *const *ops, int n) {
+static int ra_tcp_settle(ra_tcp *t, ra_transport_op *const *ops, int n) {
     int failure = ra_tcp_failure(t), left = 0;
     for (int i = 0; i < n; i++) {
         ra_transport_op *op = ops[i];
@@ -1195,7 +1194,7 @@ static RA_TCP_UNUSED int ra_tcp_settle(ra_tcp *t, ra_transport_op *const *ops, i
     return left;
 }
 
-static RA_TCP_UNUSED void ra_tcp_queue_op(ra_tcp *t, ra_transport_op *op) {
+static void ra_tcp_queue_op(ra_tcp *t, ra_transport_op *op) {
     ra_tcp_conn *c;
     ra_tcp_queue *q;
     int good = op->peer >= 0 && op->peer < t->ranks && op->peer != t->rank && op->len > 0 &&
@@ -1213,7 +1212,7 @@ static RA_TCP_UNUSED void ra_tcp_queue_op(ra_tcp *t, ra_transport_op *op) {
 }
 
 /* Accepts all ops; their bytes begin to move here. */
-static RA_TCP_UNUSED int ra_tcp_post(void *ctx, ra_transport_op *const *ops, int n) {
+static int ra_tcp_post(void *ctx, ra_transport_op *const *ops, int n) {
     ra_tcp *t = (ra_tcp *)ctx;
     int failure;
     ra_tcp_enter(t);
@@ -1229,7 +1228,7 @@ static RA_TCP_UNUSED int ra_tcp_post(void *ctx, ra_transport_op *const *ops, int
     return failure;
 }
 
-static RA_TCP_UNUSED int ra_tcp_poll(void *ctx, ra_transport_op *const *ops, int n) {
+static int ra_tcp_poll(void *ctx, ra_transport_op *const *ops, int n) {
     ra_tcp *t = (ra_tcp *)ctx;
     int failure;
     ra_tcp_enter(t);
@@ -1242,7 +1241,7 @@ static RA_TCP_UNUSED int ra_tcp_poll(void *ctx, ra_transport_op *const *ops, int
 
 /* Sleeps until one of n sockets of ra_tcp_watch is ready, an abort or the deadline, and at most
  * until all connections are looked at again. */
-static RA_TCP_UNUSED void ra_tcp_sleep(ra_tcp *t, int n, int64_t deadline_ns) {
+static void ra_tcp_sleep(ra_tcp *t, int n, int64_t deadline_ns) {
     int64_t left = t->swept_ns + RA_TCP_SWEEP_NS - ra_now_ns();
     char drain[64];
     if (deadline_ns && deadline_ns - ra_now_ns() < left) left = deadline_ns - ra_now_ns();
@@ -1255,8 +1254,7 @@ static RA_TCP_UNUSED void ra_tcp_sleep(ra_tcp *t, int n, int64_t deadline_ns) {
         while (read(t->wake[0], drain, sizeof drain) == (ssize_t)sizeof drain) {}
 }
 
-static RA_TCP_UNUSED int ra_tcp_wait(void *ctx, ra_transport_op *const *ops, int n,
-                                     int64_t deadline_ns) {
+static int ra_tcp_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns) {
     ra_tcp *t = (ra_tcp *)ctx;
     int before = 0, left, failure, sockets;
     for (int i = 0; i < n; i++) before += ops[i]->state == RA_MSG_PENDING;
@@ -1273,7 +1271,7 @@ static RA_TCP_UNUSED int ra_tcp_wait(void *ctx, ra_transport_op *const *ops, int
     }
 }
 
-static RA_TCP_UNUSED int ra_tcp_abort(void *ctx, int why) {
+static int ra_tcp_abort(void *ctx, int why) {
     ra_tcp *t = (ra_tcp *)ctx;
     int32_t none = 0;
     ssize_t n;
@@ -1287,7 +1285,7 @@ static RA_TCP_UNUSED int ra_tcp_abort(void *ctx, int why) {
 
 /* Reads and discards what the peers still send, until they have closed too or until the deadline.
  * If unread bytes are left when a socket closes, the system drops what it has not sent yet. */
-static RA_TCP_UNUSED void ra_tcp_drain(ra_tcp *t, int64_t deadline_ns) {
+static void ra_tcp_drain(ra_tcp *t, int64_t deadline_ns) {
     int open = 1;
     while (open) {
         open = 0;
@@ -1308,7 +1306,7 @@ static RA_TCP_UNUSED void ra_tcp_drain(ra_tcp *t, int64_t deadline_ns) {
 
 /* Only calls of this rank use its buffers, and after this they do not. Waits for the peers to close
  * too, at most 50 ms. */
-static RA_TCP_UNUSED int ra_tcp_quiesce(void *ctx, int64_t deadline_ns) {
+static int ra_tcp_quiesce(void *ctx, int64_t deadline_ns) {
     ra_tcp *t = (ra_tcp *)ctx;
     int64_t until = ra_now_ns() + RA_TCP_DRAIN_NS;
     (void)ra_tcp_abort(t, RA_E_ABORTED);
@@ -1318,7 +1316,7 @@ static RA_TCP_UNUSED int ra_tcp_quiesce(void *ctx, int64_t deadline_ns) {
     return RA_OK;
 }
 
-static RA_TCP_UNUSED const char *ra_tcp_error_text(void *ctx, int code) {
+static const char *ra_tcp_error_text(void *ctx, int code) {
     const ra_tcp *t = (const ra_tcp *)ctx;
     if (code == RA_E_TRUNC) return "send and receive differ in length";
     if (code == RA_E_IO) return "an op has no bytes, an unknown channel, or no peer of the ring";
@@ -1327,7 +1325,7 @@ static RA_TCP_UNUSED const char *ra_tcp_error_text(void *ctx, int code) {
 }
 
 /* -------------------------------------------------------------------------- life */
-static RA_TCP_UNUSED void ra_tcp_free(ra_tcp *t) {
+static void ra_tcp_free(ra_tcp *t) {
     if (!t) return;
     for (int r = 0; t->conn && r < t->ranks; r++) {
         ra_tcp_drop(&t->conn[r], RA_E_PEER);
@@ -1354,7 +1352,7 @@ static RA_TCP_UNUSED void ra_tcp_free(ra_tcp *t) {
     free(t);
 }
 
-static RA_TCP_UNUSED ra_status ra_tcp_check(const ra_tcp_desc *d) {
+static ra_status ra_tcp_check(const ra_tcp_desc *d) {
     if (d->ranks < 1 || d->ranks > 1024)
         return ra_tcp_refuse(d, RA_E_RANGE, "ranks", "must be 1 to 1024, is %d", (int)d->ranks);
     if (d->rank < 0 || d->rank >= d->ranks)
@@ -1378,7 +1376,7 @@ static RA_TCP_UNUSED ra_status ra_tcp_check(const ra_tcp_desc *d) {
     return RA_OK;
 }
 
-static RA_TCP_UNUSED int ra_tcp_conns(ra_tcp_conn *c, int n, const ra_tcp *t, size_t bytes) {
+static int ra_tcp_conns(ra_tcp_conn *c, int n, const ra_tcp *t, size_t bytes) {
     for (int i = 0; i < n; i++) {
         c[i].fd = -1;
         c[i].peer = t->conn == c ? i : -1;
@@ -1390,7 +1388,7 @@ static RA_TCP_UNUSED int ra_tcp_conns(ra_tcp_conn *c, int n, const ra_tcp *t, si
     return 1;
 }
 
-static RA_TCP_UNUSED void ra_tcp_fill(ra_tcp *t) {
+static void ra_tcp_fill(ra_tcp *t) {
     ra_transport *tp = &t->transport;
     tp->size = (uint32_t)sizeof *tp;
     tp->abi = RA_TRANSPORT_ABI;
@@ -1413,7 +1411,7 @@ static RA_TCP_UNUSED void ra_tcp_fill(ra_tcp *t) {
 }
 
 /* Allocates, and opens the pipe and the listening socket. */
-static RA_TCP_UNUSED ra_status ra_tcp_begin(ra_tcp *t) {
+static ra_status ra_tcp_begin(ra_tcp *t) {
     size_t bytes = RA_TCP_TALK + (t->sealed ? (size_t)RA_TCP_SEALED + RA_TCP_HEAD : (size_t)0);
     struct rlimit most;
     int port = 0;
@@ -1443,7 +1441,7 @@ static RA_TCP_UNUSED ra_status ra_tcp_begin(ra_tcp *t) {
 }
 
 /* Returns when all ranks have connected, or refuses after connect_ns. */
-static RA_TCP_UNUSED ra_status ra_tcp_open(ra_tcp **out, const ra_tcp_desc *d) {
+RA_TCP_API ra_status ra_tcp_open(ra_tcp **out, const ra_tcp_desc *d) {
     ra_status s = out && d ? ra_tcp_check(d) : RA_E_NULL;
     ra_tcp *t = NULL;
     if (!out || !d) return s;
@@ -1483,10 +1481,10 @@ static RA_TCP_UNUSED ra_status ra_tcp_open(ra_tcp **out, const ra_tcp_desc *d) {
     return RA_OK;
 }
 
-static RA_TCP_UNUSED const ra_transport *ra_tcp_transport(ra_tcp *t) { return &t->transport; }
+RA_TCP_API const ra_transport *ra_tcp_transport(ra_tcp *t) { return &t->transport; }
 
 /* Call it after the rings on it; null is fine. */
-static RA_TCP_UNUSED void ra_tcp_close(ra_tcp *t) {
+RA_TCP_API void ra_tcp_close(ra_tcp *t) {
     if (!t) return;
     ra_tcp_tell(t, 1);
     ra_tcp_drain(t, ra_now_ns() + RA_TCP_DRAIN_NS);
