@@ -7,16 +7,27 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
-/* Sees what ra_tcp.h frees, and counts how often it reads from sockets. */
+/* Sees what ra_tcp.h frees, how often it reads and writes, and what it closes; may play an endless
+ * sender, a receiver that takes everything, and a system without memory. */
 static void tn_free(void *p);
 static ssize_t tn_recv(int fd, void *buf, size_t n, int flags);
-static int tn_reads;
+static ssize_t tn_sendmsg(int fd, const struct msghdr *m, int flags);
+static void *tn_malloc(size_t n);
+static int tn_close(int fd);
+static int tn_reads, tn_writes;
 #define free(p) tn_free(p)
+#define malloc tn_malloc
 #define recv tn_recv
+#define sendmsg tn_sendmsg
+#define close tn_close
 #include "examples/transports/ra_tcp.h"
 #undef free
+#undef malloc
 #undef recv
+#undef sendmsg
+#undef close
 #include <malloc.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -53,9 +64,32 @@ static void tn_free(void *p) {
     free(p);
 }
 
+/* Reads that bring as much as fits; writes that succeed at once; and that find no memory; mallocs
+ * until there is none, -1: any number. How often descriptor 0 was closed. */
+static int tn_endless, tn_sink, tn_no_memory, tn_mallocs = -1, tn_closed_0;
+
 static ssize_t tn_recv(int fd, void *buf, size_t n, int flags) {
     __atomic_add_fetch(&tn_reads, 1, __ATOMIC_RELAXED);
-    return recv(fd, buf, n, flags);
+    return tn_endless && tn_endless-- ? (ssize_t)n : recv(fd, buf, n, flags);
+}
+
+static ssize_t tn_sendmsg(int fd, const struct msghdr *m, int flags) {
+    __atomic_add_fetch(&tn_writes, 1, __ATOMIC_RELAXED);
+    if (tn_no_memory && tn_no_memory--) {
+        errno = ENOBUFS;
+        return -1;
+    }
+    return tn_sink ? (ssize_t)(m->msg_iov[0].iov_len + m->msg_iov[1].iov_len)
+                   : sendmsg(fd, m, flags);
+}
+
+static void *tn_malloc(size_t n) {
+    return tn_mallocs < 0 || tn_mallocs-- > 0 ? malloc(n) : NULL;
+}
+
+static int tn_close(int fd) {
+    tn_closed_0 += fd == 0;
+    return close(fd);
 }
 
 /* Descriptors for a test; 0: the hard limit is lower, and the test is skipped. */
@@ -698,6 +732,135 @@ TEST(reset_connection) {
     }
 }
 
+/* A child that a rank forks closes what it has: the ring stays. */
+TEST(a_forked_child_closes) {
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    tn_opening o[2];
+    pid_t pid;
+    tn_open_all(w, o);
+    fflush(NULL);
+    pid = fork();
+    if (pid == 0) {
+        for (int r = 0; r < 2; r++) ra_tcp_close(o[r].tcp);
+        _exit(0);
+    }
+    CHECK_EQ(tn_reap(pid, 5000), 0);
+    CHECK_EQ(tn_message(o[0].tcp, o[1].tcp), RA_MSG_DONE);
+    tn_close_all(w, o);
+}
+
+/* A peer that never stops sending does not delay quiesce and close; one that takes everything at
+ * once does not keep a call from returning; and a system without memory delays a write. */
+TEST(calls_are_bounded) {
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    const size_t len = (size_t)32 << 20;
+    ra_transport_op op, *list[1] = { &op };
+    uint8_t *big = (uint8_t *)calloc(1, len);
+    int before;
+    tn_opening o[2];
+    tn_open_all(w, o);
+    tn_no_memory = 4;
+    CHECK_EQ(tn_message(o[0].tcp, o[1].tcp), RA_MSG_DONE);
+    CHECK_EQ(tn_no_memory, 0);
+    tn_close_all(w, o);
+    w = tn_make("127.0.0.1", 2, 1);
+    tn_open_all(w, o);
+    op = tn_op(RA_MSG_SEND, 1, big, len);
+    before = tn_writes;
+    tn_sink = 1;
+    o[0].tcp->conn[1].granted[0] = 1;
+    (void)ra_tcp_post(o[0].tcp, list, 1);
+    CHECK(tn_writes - before < 80);
+    CHECK_EQ(op.state, RA_MSG_PENDING);
+    for (int i = 0; i < 64 && op.state == RA_MSG_PENDING; i++)
+        (void)ra_tcp_poll(o[0].tcp, list, 1);
+    CHECK_EQ(op.state, RA_MSG_DONE);
+    tn_sink = 0;
+    before = tn_reads;
+    tn_endless = 1000000;
+    (void)ra_tcp_quiesce(o[0].tcp, ra_now_ns());
+    tn_endless = 0;
+    CHECK(tn_reads - before < 10);
+    free(big);
+    tn_close_all(w, o);
+}
+
+/* When memory runs out, what was never open is not closed. */
+TEST(no_memory) {
+    for (int i = 0; i < 8; i++) {
+        tn_world *w = tn_make("127.0.0.1", 2, 1);
+        ra_tcp_desc d = tn_desc(w, 0, 0);
+        ra_tcp *tcp = NULL;
+        tn_closed_0 = 0;
+        tn_mallocs = i;
+        CHECK_EQ(ra_tcp_open(&tcp, &d), RA_E_NOMEM);
+        tn_mallocs = -1;
+        CHECK_EQ(tn_closed_0, 0);
+        tn_end(w);
+    }
+}
+
+/* ra_tcp_open of one rank of two fails like this. */
+static void tn_says(const ra_tcp_desc *d, int status, const char *one, const char *two) {
+    ra_tcp_desc mine = *d;
+    ra_tcp *tcp = NULL;
+    ra_error why = { 0 };
+    mine.error = &why;
+    CHECK_EQ(ra_tcp_open(&tcp, &mine), status);
+    if (!CHECK(strstr(why.text, one) != NULL && strstr(why.text, two) != NULL))
+        printf("    it says: %s: %s\n", why.field, why.text);
+    ra_tcp_close(tcp);
+}
+
+/* A listening socket that was made elsewhere may block; one that does not listen is refused. */
+TEST(listening_sockets) {
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    ra_tcp_desc d = tn_desc(w, 0, 0);
+    ra_tcp *tcp = NULL;
+    int fd = tn_call(w->at[0][0]), first;
+    pid_t pid;
+    CHECK_EQ(fcntl(d.listen_fd, F_SETFL, 0), 0);
+    d.connect_ns = 50 * TN_MS;
+    fflush(NULL);
+    pid = fork();
+    if (pid == 0) _exit(ra_tcp_open(&tcp, &d) != RA_E_TIMEOUT);
+    CHECK_EQ(tn_reap(pid, 5000), 0);
+    close(d.listen_fd);
+    d.listen_fd = fd;
+    tn_says(&d, RA_E_RANGE, "is no socket that listens", "");
+    fflush(NULL);
+    pid = fork();
+    if (pid == 0) {
+        close(0);
+        first = ra_tcp_listen("127.0.0.1:0", NULL);
+        _exit(first <= 0 || fcntl(0, F_GETFD) >= 0);
+    }
+    CHECK_EQ(tn_reap(pid, 5000), 0);
+    tn_end(w);
+}
+
+/* Of callers that have said hello a random one makes room, but first who has not. */
+TEST(who_makes_room) {
+    ra_tcp_conn callers[32];
+    ra_tcp t;
+    unsigned gone = 0;
+    memset(&t, 0, sizeof t);
+    memset(callers, 0, sizeof callers);
+    t.stranger = callers;
+    t.places = 32;
+    for (int i = 0; i < 32; i++) {
+        callers[i].stage = RA_TCP_AT_READY;
+        callers[i].since_ns = 100 + i;
+    }
+    for (int i = 0; i < 200; i++) gone |= 1u << (ra_tcp_place(&t, 0) - callers);
+    CHECK((gone & (gone - 1)) != 0);
+    callers[7].stage = callers[9].stage = RA_TCP_AT_HELLO;
+    CHECK(ra_tcp_place(&t, 0) == &callers[7]);
+    callers[3].fd = -1;
+    CHECK(ra_tcp_place(&t, 0) == &callers[3]);
+    CHECK(ra_tcp_place(&t, 1) == &callers[7]);
+}
+
 /* poll reads from the connections that have ops, and not from all. */
 TEST(polls_of_many_ranks) {
     enum { POLLS = 2000 };
@@ -869,17 +1032,6 @@ TEST(hostile_frames) {
 }
 
 /* -------------------------------------------------------------------------- what is said */
-/* ra_tcp_open of one rank of two fails like this. */
-static void tn_says(const ra_tcp_desc *d, int status, const char *one, const char *two) {
-    ra_tcp_desc mine = *d;
-    ra_tcp *tcp = NULL;
-    ra_error why = { 0 };
-    mine.error = &why;
-    CHECK_EQ(ra_tcp_open(&tcp, &mine), status);
-    if (!CHECK(strstr(why.text, one) != NULL && strstr(why.text, two) != NULL))
-        printf("    it says: %s: %s\n", why.field, why.text);
-    ra_tcp_close(tcp);
-}
 
 /* Who is missing, at which address in numbers, and what the last try came to. */
 TEST(who_is_missing) {
@@ -887,7 +1039,7 @@ TEST(who_is_missing) {
     ra_tcp_desc d = tn_desc(w, 0, 1);
     const char *at[2];
     char text[40];
-    int fd[8];
+    int fd[8], why;
     d.listen_fd = 0;
     d.connect_ns = 300 * TN_MS;
     at[0] = text;
@@ -897,7 +1049,7 @@ TEST(who_is_missing) {
     tn_says(&d, RA_E_TIMEOUT, "without rank 0 at localhost:", "1:");
     tn_says(&d, RA_E_TIMEOUT, "a loopback address", "accepts connections, but says nothing");
     for (int i = 0; i < 8; i++) {      /* of a full queue the system drops the requests */
-        struct addrinfo *a = ra_tcp_resolve(w->at[0][0], 0, &fd[0]);
+        struct addrinfo *a = ra_tcp_resolve(w->at[0][0], 0, &why);
         fd[i] = a ? socket(AF_INET, SOCK_STREAM, 0) : -1;
         if (i == 0) (void)listen(w->fd[0][0], 0);
         (void)fcntl(fd[i], F_SETFL, O_NONBLOCK);
@@ -1044,6 +1196,7 @@ static void tn_flood(const tn_crowd *c) {
     hello.version = RA_TCP_VERSION;
     hello.world = 999;
     hello.sealed = RA_TCP_START != 0;
+    hello.public_key[0] = 9;
     to.sin_family = AF_INET;
     to.sin_addr.s_addr = htonl(0x7F000001);
     for (int i = 0; i < HELD; i++) held[i] = -1;
@@ -1440,8 +1593,9 @@ int main(int argc, char **argv) {
         ENTRY(cut_in_the_handshake), ENTRY(a_rank_restarts), ENTRY(two_processes_of_one_rank),
         ENTRY(who_is_missing), ENTRY(addresses_that_are_none),
         ENTRY(few_descriptors), ENTRY(descriptors_that_do), ENTRY(another_length),
-        ENTRY(reset_connection), ENTRY(polls_of_many_ranks), ENTRY(hostile_handshakes),
-        ENTRY(hostile_frames),
+        ENTRY(a_forked_child_closes), ENTRY(calls_are_bounded), ENTRY(no_memory),
+        ENTRY(listening_sockets), ENTRY(who_makes_room), ENTRY(reset_connection),
+        ENTRY(polls_of_many_ranks), ENTRY(hostile_handshakes), ENTRY(hostile_frames),
         ENTRY(bytes_changed_on_the_way),
 #ifdef RA_TCP_SODIUM
         ENTRY(keys_are_wiped), ENTRY(wrong_key), ENTRY(replayed_handshake),

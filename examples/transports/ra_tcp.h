@@ -22,10 +22,12 @@
  * Trust. Without a key this is for trusted networks only: anyone who reaches the port while the
  * ring connects can take a rank's place, and anyone on the path can read and change everything.
  * With RA_TCP_SODIUM and a key of 32 bytes both sides of a connection prove that they have the key,
- * and every frame is encrypted and authenticated. Without the key nobody can join, stall or crash
- * the ring: a stranger occupies a place for 5 s and 80 ms per rank at most, in bounded memory,
- * whoever has not said a whole hello is dropped first, and the port is closed once the ring is
- * connected. (Anyone who can cut the wire can cut the ring.)
+ * and every frame is encrypted and authenticated. Without the key nobody can join or crash the
+ * ring. A stranger occupies a place for 5 s and 80 ms per rank at most, in bounded memory. If all
+ * places are taken, whoever has not said a whole hello is dropped first, otherwise a random one,
+ * and ranks call again. So a flood of whole hellos delays a ring, and a fast one can keep it from
+ * forming until connect_ns. The port is closed once the ring is connected. (Anyone who can cut the
+ * wire can cut the ring.)
  *
  * Connections. A rank listens on its own address and on no other. It connects to all ranks below it
  * and accepts those above. There is one connection per pair, so any rank reaches any other. Ranks
@@ -43,15 +45,19 @@
  * Failure. abort reaches the peers immediately, by a frame if one can be sent without waiting,
  * otherwise by closing: they get RA_E_ABORTED or RA_E_PEER. A process that dies closes its
  * connections, and ops that are pending with it fail with RA_E_PEER. A peer that is stopped or cut
- * off is silent: deadlines and the ring's watchdog end the wait, and keep-alive probes find it
- * later. If a connection is reset while no op is pending with its peer, the context fails with
- * RA_E_PEER, because this rank may wait for another one that waits for it. Calls do not block,
- * except wait until its deadline, ra_tcp_open for connect_ns, and quiesce for at most 50 ms.
+ * off is silent: deadlines and the ring's watchdog end the wait. Keep-alive probes find a host that
+ * is cut off. While bytes are on the way to it, the system tries for about 15 minutes instead. The
+ * host of a stopped process answers probes. If a connection is reset while no op is pending with
+ * its peer, the context fails with RA_E_PEER, because this rank may wait for another one that waits
+ * for it. Calls do not block, except wait until its deadline, ra_tcp_open for connect_ns, and
+ * quiesce and ra_tcp_close for at most 50 ms. A child that a rank forks may call ra_tcp_close, and
+ * nothing else here.
  *
- * Limits. A rank needs a descriptor for each other rank and about ten more (ulimit -n). While it
- * connects it uses up to ranks + 128 for callers if there are as many. ra_tcp_open looks up names
- * once, and may block for as long as DNS does. Hosts of different byte order refuse each other. gcc
- * or clang, POSIX.
+ * Limits. A rank needs a descriptor for each other rank and about ten more (ulimit -n, which must
+ * not be lowered afterwards). While it connects it uses up to ranks + 128 for callers if there are
+ * as many. ra_tcp_open looks up names once, and may block for as long as DNS does. Hosts of
+ * different byte order refuse each other. A program that is started by another thread in the middle
+ * of ra_tcp_open may inherit a socket. gcc or clang, POSIX.
  *
  * SPDX-License-Identifier: MIT OR Unlicense */
 #include <errno.h>
@@ -82,7 +88,7 @@ typedef struct ra_tcp_desc {
     const char *const *addresses;      /* [ranks] "host:port" or "[v6]:port" */
     uint64_t world;                    /* number of the run: ranks of other runs are refused */
     uint32_t ring;                     /* number of the ring in the run */
-    int32_t  listen_fd;                /* a socket of ra_tcp_listen, which is taken over; 0: none */
+    int32_t  listen_fd;                /* a socket that listens, which is taken over; 0: none */
     uint64_t shape;                    /* a digest of anything else that must be equal, or 0 */
     int64_t  connect_ns;               /* time for all ranks to connect; 0: 60 s */
     size_t   max_msg;                  /* 0: 1 GiB */
@@ -182,6 +188,7 @@ enum { RA_TCP_AT_NONE, RA_TCP_AT_DIAL, RA_TCP_AT_HELLO, RA_TCP_AT_READY, RA_TCP_
 
 typedef struct ra_tcp {
     int32_t rank, ranks, sealed;
+    pid_t pid;                         /* of this rank; another one has forked from it */
     int32_t busy;                      /* atomic: 1 while a call or an abort is inside */
     int32_t why, told;                 /* atomic: of this rank's abort; 1: the peers know it */
     int32_t heard;                     /* the failure that a peer has reported */
@@ -251,6 +258,11 @@ static void ra_tcp_option(int fd, int level, int name, int value) {
     (void)setsockopt(fd, level, name, &value, sizeof value);
 }
 
+/* 1: the process or the system has no descriptor or memory at the moment. */
+static int ra_tcp_is_full(int error) {
+    return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
+}
+
 /* Probes are rarer the more ranks there are: a host with many of them drops their probes. */
 static int ra_tcp_prepare(int fd, int ranks) {
     int flags = fcntl(fd, F_GETFL, 0);
@@ -311,6 +323,7 @@ RA_TCP_API int ra_tcp_listen(const char *address, int *port) {
     if (ra_tcp_port(address) < 0) kept = EINVAL;
     for (a = list; a && fd < 0; a = a->ai_next) {
         fd = socket(a->ai_family, SOCK_STREAM, 0);
+        if (fd == 0) fd = dup(0), close(0);      /* listen_fd 0 means none */
         if (fd >= 0) ra_tcp_option(fd, SOL_SOCKET, SO_REUSEADDR, 1);
         if (a->ai_family == AF_INET6) ra_tcp_option(fd, IPPROTO_IPV6, IPV6_V6ONLY, 1);
         if (fd >= 0 && !bind(fd, a->ai_addr, a->ai_addrlen) && !listen(fd, 4096) &&
@@ -343,8 +356,9 @@ static void ra_tcp_drop(ra_tcp_conn *c, int why) {
 }
 
 static void ra_tcp_reset(ra_tcp_conn *c) {
-    const ra_tcp_conn old = *c;
-    ra_tcp_drop(c, 0);
+    ra_tcp_conn old;
+    ra_tcp_drop(c, 0);                 /* first, so that the copy has no keys */
+    old = *c;
     memset(c, 0, sizeof *c);
     c->out_buf = old.out_buf;
     c->in_buf = old.in_buf;
@@ -447,7 +461,8 @@ static int ra_tcp_write(ra_tcp_conn *c) {
         m.msg_iovlen = 2;
         n = sendmsg(c->fd, &m, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (n < 0 && errno == EINTR) continue;
-        if (n < 0) return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : -1;
+        if (n < 0)
+            return errno == EAGAIN || errno == EWOULDBLOCK || ra_tcp_is_full(errno) ? 0 : -1;
         c->out_at += (size_t)n;
     }
     c->out_at = c->out_len = c->out_body = 0;
@@ -463,8 +478,9 @@ static void ra_tcp_sent(ra_tcp_conn *c) {
     ra_tcp_end(&c->send[op->channel], RA_MSG_DONE);
 }
 
+/* Writes what is staged and more, a few MiB at most, so that others get a turn. */
 static void ra_tcp_flush(ra_tcp *t, ra_tcp_conn *c) {
-    while (c->fd >= 0 && !c->hush) {
+    for (int frames = 0; c->fd >= 0 && !c->hush && frames < 32; frames++) {
         int done = ra_tcp_write(c);
         if (done < 0) {
             c->hush = 1;               /* what the peer has sent can still be read */
@@ -864,16 +880,17 @@ static int ra_tcp_shake(ra_tcp *t, ra_tcp_conn *c) {
 }
 
 /* -------------------------------------------------------------------------- connecting */
-/* A free place for a caller, unless `taken`; otherwise the place of who has not said a whole hello,
- * or has been there longest. Null: there is none. */
+/* A free place for a caller, unless `taken`; otherwise that of the oldest who has not said a whole
+ * hello, or a random one, which no flood of hellos can foresee. Null: there is none. */
 static ra_tcp_conn *ra_tcp_place(ra_tcp *t, int taken) {
+    const int64_t first = ra_now_ns();
     ra_tcp_conn *best = NULL;
     for (int i = 0; i < t->places; i++) {
-        ra_tcp_conn *c = &t->stranger[i];
+        ra_tcp_conn *c = &t->stranger[(first + i) % t->places];
         int dumb = c->stage == RA_TCP_AT_HELLO, best_dumb = best && best->stage == RA_TCP_AT_HELLO;
         if (c->fd < 0 && !taken) return c;
         if (c->fd >= 0 && (!best || dumb > best_dumb ||
-                           (dumb == best_dumb && c->since_ns < best->since_ns))) best = c;
+                           (dumb && best_dumb && c->since_ns < best->since_ns))) best = c;
     }
     return best;
 }
@@ -887,10 +904,6 @@ static int ra_tcp_make_room(ra_tcp *t, int error) {
                 strerror(error), (long long)most.rlim_cur);
     if (c) ra_tcp_reset(c);
     return c != NULL;
-}
-
-static int ra_tcp_is_full(int error) {
-    return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
 }
 
 static void ra_tcp_dial(ra_tcp *t, ra_tcp_conn *c, const struct addrinfo *list) {
@@ -1283,18 +1296,21 @@ static int ra_tcp_abort(void *ctx, int why) {
     return RA_OK;
 }
 
-/* Reads and discards what the peers still send, until they have closed too or until the deadline.
- * If unread bytes are left when a socket closes, the system drops what it has not sent yet. */
+/* Reads and discards what the peers still send, until they have closed too or until the deadline,
+ * after which it reads once from each. If unread bytes are left when a socket closes, the system
+ * drops what it has not sent yet. */
 static void ra_tcp_drain(ra_tcp *t, int64_t deadline_ns) {
     int open = 1;
     while (open) {
         open = 0;
         for (int r = 0; r < t->ranks; r++) {
             ra_tcp_conn *c = &t->conn[r];
-            ssize_t n = 1;
-            while (c->fd >= 0 && n > 0) n = recv(c->fd, t->waste, RA_TCP_PLAIN, MSG_DONTWAIT);
+            ssize_t n;
+            int reads = 0;
             if (c->fd < 0) continue;
-            if (n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR))
+            do n = recv(c->fd, t->waste, RA_TCP_PLAIN, MSG_DONTWAIT);
+            while (n > 0 && ++reads < 32 && ra_now_ns() < deadline_ns);
+            if (n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR))
                 ra_tcp_drop(c, RA_E_PEER);
             else open = 1;
         }
@@ -1378,7 +1394,6 @@ static ra_status ra_tcp_check(const ra_tcp_desc *d) {
 
 static int ra_tcp_conns(ra_tcp_conn *c, int n, const ra_tcp *t, size_t bytes) {
     for (int i = 0; i < n; i++) {
-        c[i].fd = -1;
         c[i].peer = t->conn == c ? i : -1;
         c[i].out_buf = (uint8_t *)malloc(bytes);
         c[i].in_buf = (uint8_t *)malloc(bytes);
@@ -1414,7 +1429,8 @@ static void ra_tcp_fill(ra_tcp *t) {
 static ra_status ra_tcp_begin(ra_tcp *t) {
     size_t bytes = RA_TCP_TALK + (t->sealed ? (size_t)RA_TCP_SEALED + RA_TCP_HEAD : (size_t)0);
     struct rlimit most;
-    int port = 0;
+    int port = 0, listens = 0;
+    socklen_t n = sizeof listens;
     t->places = t->ranks + RA_TCP_STRANGERS;
     if (!getrlimit(RLIMIT_NOFILE, &most) && most.rlim_cur < (rlim_t)t->ranks + 9)
         return ra_tcp_refuse(&t->d, RA_E_IO, "ranks", "%d ranks need at least %d descriptors, the "
@@ -1426,12 +1442,19 @@ static ra_status ra_tcp_begin(ra_tcp *t) {
     t->who = (ra_tcp_conn **)calloc((size_t)(t->ranks + t->places) + 2, sizeof *t->who);
     t->fds = (struct pollfd *)calloc((size_t)(t->ranks + t->places) + 2, sizeof *t->fds);
     t->waste = (uint8_t *)malloc(RA_TCP_PLAIN);
+    for (int r = 0; t->conn && r < t->ranks; r++) t->conn[r].fd = -1;
+    for (int i = 0; t->stranger && i < t->places; i++) t->stranger[i].fd = -1;
     if (!t->conn || !t->stranger || !t->list || !t->who || !t->fds || !t->waste ||
         !ra_tcp_conns(t->conn, t->ranks, t, bytes) ||
         !ra_tcp_conns(t->stranger, t->places, t, RA_TCP_TALK))
         return ra_tcp_refuse(&t->d, RA_E_NOMEM, "ranks", "no memory for %d connections", t->ranks);
     if (pipe(t->wake) || ra_tcp_prepare(t->wake[0], 0) || ra_tcp_prepare(t->wake[1], 0))
         return ra_tcp_refuse(&t->d, RA_E_IO, "wake", "no pipe: %s", strerror(errno));
+    if (t->listener >= 0 &&
+        (getsockopt(t->listener, SOL_SOCKET, SO_ACCEPTCONN, &listens, &n) || !listens ||
+         ra_tcp_prepare(t->listener, 0)))
+        return ra_tcp_refuse(&t->d, RA_E_RANGE, "listen_fd", "%d is no socket that listens",
+                             (int)t->d.listen_fd);
     if (t->listener < 0 && t->ranks > 1 && t->rank < t->ranks - 1)
         t->listener = ra_tcp_listen(t->d.addresses[t->rank], &port);
     if (t->listener < 0 && t->rank < t->ranks - 1)
@@ -1453,6 +1476,7 @@ RA_TCP_API ra_status ra_tcp_open(ra_tcp **out, const ra_tcp_desc *d) {
         return s;
     }
     t->d = *d;
+    t->pid = getpid();
     if (!t->d.connect_ns) t->d.connect_ns = 60000 * RA_TCP_MS;
     if (!t->d.max_msg) t->d.max_msg = (size_t)1 << 30;
     t->rank = d->rank;
@@ -1485,9 +1509,10 @@ RA_TCP_API const ra_transport *ra_tcp_transport(ra_tcp *t) { return &t->transpor
 
 /* Call it after the rings on it; null is fine. */
 RA_TCP_API void ra_tcp_close(ra_tcp *t) {
-    if (!t) return;
-    ra_tcp_tell(t, 1);
-    ra_tcp_drain(t, ra_now_ns() + RA_TCP_DRAIN_NS);
+    if (t && t->pid == getpid()) {
+        ra_tcp_tell(t, 1);
+        ra_tcp_drain(t, ra_now_ns() + RA_TCP_DRAIN_NS);
+    }
     ra_tcp_free(t);
 }
 
