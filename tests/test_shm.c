@@ -879,8 +879,8 @@ TEST(strays_do_not_matter) {
     w.deadline_ms = 20000;
     start(&w, open_with);
     while (c < 0) c = ra_shm__call(&d);
-    for (int i = 0; i < 6; i++) silent[i] = ra_shm__call(&d);
     CHECK_EQ(send(c, "?", 1, MSG_NOSIGNAL), 1);
+    for (int i = 0; i < 6; i++) silent[i] = ra_shm__call(&d);
     CHECK_EQ(ra_shm__take(c, &note, NULL, 0, ra_deadline_ms(10000)), 0);
     CHECK_EQ(note.status, RA_E_SHAPE);
     close(c);
@@ -896,6 +896,73 @@ TEST(strays_do_not_matter) {
     for (int r = 0; r < 3; r++) CHECK_EQ(reap(w.pid[r], 30000), 0);
     for (int r = 0; r < 3; r++) CHECK_EQ(w.s->status[r], RA_OK);
     for (int i = 0; i < 6; i++) close(silent[i]);
+    world_free(&w);
+}
+
+/* A packet that is no note leaves no descriptor open; a note of another version can be read. */
+TEST(other_notes) {
+    ra_shm__note note;
+    int pair[2], file = dup(0), fds[2] = { -1, -1 }, before;
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, pair), 0);
+    before = open_files();
+    CHECK_EQ(ra_shm__give(pair[0], "?", 1, &file, 1, 0), 0);
+    CHECK_EQ(ra_shm__take(pair[1], &note, fds, 2, ra_deadline_ms(1000)), -1);
+    CHECK_EQ(open_files(), before);
+    CHECK_EQ(fds[0], -1);
+    memset(&note, 0, sizeof note);
+    note.status = RA_E_SHAPE;
+    memset(note.text, 'x', sizeof note.text);
+    CHECK_EQ(ra_shm__give(pair[0], &note, 20, NULL, 0, 0), 0);
+    CHECK_EQ(ra_shm__take(pair[1], &note, NULL, 0, ra_deadline_ms(1000)), 0);
+    CHECK_EQ(note.status, RA_E_SHAPE);
+    CHECK_EQ(strlen(note.text), 15);
+    close(pair[0]);
+    close(pair[1]);
+    close(file);
+}
+
+/* 1: the other end has closed this connection. */
+static int is_closed(int c) {
+    char byte;
+    return recv(c, &byte, 1, MSG_DONTWAIT) == 0;
+}
+
+/* Of those that say nothing the oldest makes room, and does not count as a rank that has come. A
+ * rank that has to leave calls again. What prevents all calls ends the meeting. */
+TEST(places_of_silent_callers) {
+    world w = world_of(2);
+    ra_shm_desc d = { 0 };
+    ra_error why;
+    ra_shm__meeting m = { 0 };
+    int silent[4], c;
+    d.name = w.name;
+    d.ranks = 2;
+    d.error = &why;
+    d.deadline_ns = ra_deadline_ms(5000);
+    for (int i = 0; i < 4; i++) m.fd[i].fd = -1;
+    m.fd[0].fd = dup(0);
+    CHECK(ra_shm__accept(&d, &m) != 0);          /* is no socket */
+    close(m.fd[0].fd);
+    CHECK_EQ(ra_shm__listen(&d, &m), RA_OK);
+    for (int i = 0; i < 4; i++) silent[i] = ra_shm__call(&d);
+    CHECK_EQ(send(silent[1], "?", 1, MSG_NOSIGNAL), 1);      /* it stays, to be heard */
+    CHECK_EQ(ra_shm__accept(&d, &m), 0);
+    for (int i = 0; i < 4; i++) CHECK_EQ(is_closed(silent[i]), i == 0 || i == 2);
+    for (int i = 2; i < 4; i++) (void)is_closed(m.fd[i].fd);     /* hears it */
+    w.prepare = rank_0_stays_away;
+    start(&w, open_with);
+    c = accept(m.fd[0].fd, NULL, NULL);
+    while (c < 0) c = accept(m.fd[0].fd, NULL, NULL);
+    close(c);                                    /* rank 1 calls again */
+    m.fd[0].events = POLLIN;
+    CHECK_EQ(poll(&m.fd[0], 1, 5000), 1);
+    snprintf(why.text, sizeof why.text, "it is over");
+    ra_shm__dismiss(&d, &m, RA_E_IO);
+    CHECK_EQ(reap(w.pid[0], 5000), 0);
+    CHECK_EQ(reap(w.pid[1], 5000), 0);
+    CHECK_EQ(w.s->status[1], RA_E_IO);
+    CHECK(strstr(w.s->text[1], "it is over") != NULL);
+    for (int i = 0; i < 4; i++) close(silent[i]);
     world_free(&w);
 }
 
@@ -1212,7 +1279,8 @@ int main(int argc, char **argv) {
         ENTRY(same_rank_twice),
         ENTRY(names_collide_and_are_free_again),
         ENTRY(killed_while_they_meet),
-        ENTRY(strays_do_not_matter),
+        ENTRY(strays_do_not_matter), ENTRY(other_notes),
+        ENTRY(places_of_silent_callers),
         ENTRY(a_full_queue),
         ENTRY(a_file_that_is_not_sealed),
         ENTRY(another_user_has_the_name),

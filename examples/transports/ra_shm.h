@@ -46,11 +46,12 @@
  *
  * Failure. Each rank has a pidfd of every other one. When a process has ended, its peers'
  * operations with it fail with RA_E_PEER within about 2 ms. If it had called ra_shm_close, they
- * fail only when no message of it is left. A stopped process looks like a slow one: deadlines end
- * the wait. abort sets one word in shared memory and rings all bells: the calls of other ranks fail
- * with RA_E_ABORTED, or RA_E_PEER if a process has ended. No rank writes into the memory of another
- * process, so quiesce always returns RA_OK. A context that has failed stays failed: open a new one.
- * A child that a rank forks may call ra_shm_close, and nothing else here.
+ * fail only when no message of it is left. A process that is stopped, or called exec, looks like a
+ * slow one: deadlines end the wait. abort sets one word in shared memory and rings all bells: the
+ * calls of other ranks fail with RA_E_ABORTED, or RA_E_PEER if a process has ended. No rank writes
+ * into the memory of another process, so quiesce always returns RA_OK. A context that has failed
+ * stays failed: open a new one. A child that a rank forks may call ra_shm_close, and nothing else
+ * here. While a ring is open, `ulimit -n` must not be lowered.
  *
  * Two rings at once need two contexts of different names. Tags are ignored: the n-th send of a lane
  * matches the n-th receive. Ranks may also be threads of one process.
@@ -512,6 +513,7 @@ typedef struct ra_shm__meeting {       /* rank 0's */
     struct pollfd fd[2 * RA_SHM_MAX_RANKS];      /* the listener; by rank, who has said hello; from
                                         * `ranks` on who has not. -1: none */
     int32_t pid[2 * RA_SHM_MAX_RANKS];
+    int64_t came_ns[2 * RA_SHM_MAX_RANKS];       /* of who has said nothing */
     uint8_t mapped[RA_SHM_MAX_RANKS];  /* 1: the rank has reported that */
     char last[RA_TEXT_BYTES];          /* why the last one was refused */
 } ra_shm__meeting;
@@ -612,15 +614,15 @@ static int ra_shm__give(int to, const void *packet, size_t bytes, const int *fds
     return 0;
 }
 
-/* Receives a note and up to `most` descriptors. Returns how many came; -1: the other side has
- * ended, -2: the deadline has passed. */
+/* Receives a note, which another version may make shorter or longer, and up to `most` descriptors.
+ * Returns how many came; -1: the other side has ended, -2: the deadline has passed. */
 static int ra_shm__take(int from, ra_shm__note *note, int *fds, int most, int64_t deadline_ns) {
     union { struct cmsghdr align; char room[CMSG_SPACE(sizeof(int) * RA_SHM_MAX_RANKS)]; } c;
     struct pollfd p;
     struct msghdr m;
     struct iovec v;
     ssize_t got;
-    int count;
+    int count = 0;
     p.fd = from;
     p.events = POLLIN;
     for (;;) {
@@ -638,15 +640,20 @@ static int ra_shm__take(int from, ra_shm__note *note, int *fds, int most, int64_
     got = recvmsg(from, &m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (got < 0 && errno == ECONNRESET)          /* the other side has ended; its last words: */
         got = recvmsg(from, &m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-    if (got != (ssize_t)sizeof *note) return -1;
-    note->text[sizeof note->text - 1] = 0;
-    if (m.msg_controllen < CMSG_LEN(0) || c.align.cmsg_type != SCM_RIGHTS) return 0;
-    count = (int)((c.align.cmsg_len - CMSG_LEN(0)) / sizeof(int));
-    memcpy(fds, CMSG_DATA(&c.align), sizeof(int) * (size_t)count);
-    return count;
+    if (got >= 0 && m.msg_controllen >= CMSG_LEN(0) && c.align.cmsg_type == SCM_RIGHTS) {
+        count = (int)((c.align.cmsg_len - CMSG_LEN(0)) / sizeof(int));
+        memcpy(fds, CMSG_DATA(&c.align), sizeof(int) * (size_t)count);
+    }
+    if (got > (ssize_t)sizeof note->status) {
+        note->text[got - (ssize_t)sizeof note->status - 1] = 0;
+        return count;
+    }
+    for (; count > 0; fds[count] = -1) close(fds[--count]);
+    return -1;
 }
 
-/* Maps the file, which nobody can shorten: so no access ends with SIGBUS. */
+/* Maps the file, which nobody can shorten: an access ends with SIGBUS only if the system has no
+ * memory for its page. */
 static ra_status ra_shm__map(ra_shm *s, const ra_shm_desc *d, int file) {
     const int seals = fcntl(file, RA_SHM__GET_SEALS);
     struct stat f;
@@ -687,21 +694,34 @@ static void ra_shm__judge(const ra_shm *s, const ra_shm__hello *h, const ra_shm_
 
 static int ra_shm__pidfd(int pid) { return (int)syscall(434 /* pidfd_open */, pid, 0); }
 
-/* Accepts connections of this user. 0, or EMFILE. */
+/* A free place for a caller, or that of the oldest which has said nothing. A rank calls again. */
+static int ra_shm__place(const ra_shm_desc *d, ra_shm__meeting *m) {
+    int best = d->ranks;
+    char byte;
+    for (int i = d->ranks; i < 2 * d->ranks; i++) {
+        if (m->fd[i].fd < 0) return i;
+        if (recv(m->fd[i].fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) > 0) m->came_ns[i] = INT64_MAX;
+        if (m->came_ns[i] < m->came_ns[best]) best = i;
+    }
+    return best;
+}
+
+/* Accepts connections of this user. 0, or an errno: none can be accepted at the moment. */
 static int ra_shm__accept(const ra_shm_desc *d, ra_shm__meeting *m) {
     for (int n = 0; n < 64; n++) {
         ra_shm__who who;
-        int c = (int)syscall(SYS_accept4, m->fd[0].fd, NULL, NULL, SOCK_CLOEXEC), i = d->ranks;
-        if (c < 0) return errno == EMFILE ? EMFILE : 0;
+        int c = (int)syscall(SYS_accept4, m->fd[0].fd, NULL, NULL, SOCK_CLOEXEC), i;
+        if (c < 0) return errno == EAGAIN || errno == EINTR || errno == ECONNABORTED ? 0 : errno;
         if (!ra_shm__is_mine(c, &who)) {
             if (!m->last[0])
                 snprintf(m->last, sizeof m->last, "process %d of user %u", who.pid, who.uid);
             close(c);
             continue;
         }
-        while (m->fd[i].fd >= 0 && i < 2 * d->ranks - 1) i++;
+        i = ra_shm__place(d, m);
         if (m->fd[i].fd >= 0) close(m->fd[i].fd);
         m->fd[i].fd = c;
+        m->came_ns[i] = ra_now_ns();
         m->pid[i] = who.pid;
     }
     return 0;
@@ -757,7 +777,7 @@ static ra_status ra_shm__hear(const ra_shm_desc *d, ra_shm__meeting *m, int rank
 /* Waits until all other ranks have mapped the file. */
 static ra_status ra_shm__gather(ra_shm *s, const ra_shm_desc *d, ra_shm__meeting *m, int file) {
     ra_status status = RA_OK;
-    int missing = 1;
+    int missing = 1, number;
     while (!status && missing < s->ranks) {
         int64_t left = (d->deadline_ns - ra_now_ns()) / 1000000 + 1;
         if (m->mapped[missing]) {
@@ -774,8 +794,8 @@ static ra_status ra_shm__gather(ra_shm *s, const ra_shm_desc *d, ra_shm__meeting
             if (m->fd[i].fd < 0 || !m->fd[i].revents) continue;
             status = i < s->ranks ? ra_shm__hear(d, m, i) : ra_shm__admit(s, d, m, i, file);
         }
-        if (!status && m->fd[0].revents && ra_shm__accept(d, m))
-            status = ra_shm__refuse_errno(d, "accept", EMFILE);
+        number = !status && m->fd[0].revents ? ra_shm__accept(d, m) : 0;
+        if (number) status = ra_shm__refuse_errno(d, "accept", number);
     }
     return status;
 }
@@ -844,6 +864,7 @@ static void ra_shm__dismiss(const ra_shm_desc *d, ra_shm__meeting *m, ra_status 
     int64_t until = ra_deadline_ms(2000);
     ra_shm__note note;
     int told = 1;
+    char hello;
     memset(&note, 0, sizeof note);
     note.status = status;
     if (status) snprintf(note.text, sizeof note.text, "rank 0: %.600s", d->error->text);
@@ -856,9 +877,9 @@ static void ra_shm__dismiss(const ra_shm_desc *d, ra_shm__meeting *m, ra_status 
                 snprintf(note.text, sizeof note.text, "all ranks have come already");
             }
             (void)ra_shm__give(m->fd[i].fd, &note, sizeof note, NULL, 0, 0);
+            told += i < d->ranks || recv(m->fd[i].fd, &hello, 1, MSG_DONTWAIT) > 0;
             close(m->fd[i].fd);
             m->fd[i].fd = -1;
-            told++;
         }
         if (!status) return;
         if (told >= d->ranks || ra_now_ns() >= (until < d->deadline_ns ? until : d->deadline_ns))
@@ -936,12 +957,14 @@ static void ra_shm__report(const ra_shm_desc *d, int c, ra_status status) {
 static ra_status ra_shm__join(ra_shm *s, const ra_shm_desc *d) {
     const int64_t some = 80000000;     /* later than rank 0, so that it can say who is missing */
     const int64_t late = d->deadline_ns > INT64_MAX - some ? INT64_MAX : d->deadline_ns + some;
-    int fds[RA_SHM_MAX_RANKS], c = -1, file = -1, got;
+    int fds[RA_SHM_MAX_RANKS], c = -1, file = -1, got, pid;
+    ra_shm_desc once = *d;             /* a deadline of 0: tries once */
     ra_shm__note note;
     ra_shm__hello h;
     ra_shm__who who;
     ra_status status = ra_shm__connect(d, &c, &who);
     if (status) return status;
+    once.deadline_ns = 0;
     memset(&h, 0, sizeof h);
     h.magic = RA_SHM__MAGIC;
     h.version = RA_SHM__VERSION;
@@ -951,8 +974,15 @@ static ra_status ra_shm__join(ra_shm *s, const ra_shm_desc *d) {
     h.ranks = s->ranks;
     h.slots = s->slots;
     h.slot_bytes = s->slot_bytes;
-    (void)ra_shm__give(c, &h, sizeof h, NULL, 0, 0);
-    got = ra_shm__take(c, &note, &file, 1, late);
+    for (;;) {
+        (void)ra_shm__give(c, &h, sizeof h, NULL, 0, 0);
+        got = ra_shm__take(c, &note, &file, 1, late);
+        if (got != -1) break;
+        close(c);                      /* rank 0 has ended, or it needed the place */
+        pid = who.pid;
+        ra_shm__nap(1000000);
+        if (ra_shm__connect(&once, &c, &who)) return ra_shm__went(d, 0, pid);
+    }
     status = ra_shm__heard(d, &who, got, 1, &note);
     if (!status) status = ra_shm__map(s, d, file);
     if (file >= 0) close(file);
