@@ -7,8 +7,9 @@
  *   ./ring_tcp --rank 0 10.0.0.1:4000 10.0.0.2:4000        on the first host, and
  *   ./ring_tcp --rank 1 10.0.0.1:4000 10.0.0.2:4000        on the second
  *
- * Every rank is given the same addresses in the same order, and the same --tokens: a number made of
- * these tells ranks of this job from those of another one, which are refused.
+ * Every rank is given the same addresses in the same order, and the same --tokens. Ranks of a job
+ * with other addresses or another --job are refused, and this ring waits for its own. Two starts
+ * with the same addresses are one job, unless --job differs.
  *
  * With -DRA_TCP_SODIUM and -lsodium, --key FILE takes 32 secret bytes from a file (head -c 32
  * /dev/urandom > FILE) that all hosts have; without a key this is for trusted networks only.
@@ -32,7 +33,7 @@ enum { HEADS = 4, KV_HEADS = 2, DIM = 64, ROW = HEADS * DIM, KV_ROW = KV_HEADS *
 
 typedef struct options {
     int rank, ranks, local;
-    int64_t tokens;
+    int64_t tokens, job;
     const char *at[RANKS];
     const char *key_file;
 } options;
@@ -201,7 +202,8 @@ static int run_rank(const options *o, int listen_fd) {
     d.ranks = o->ranks;
     d.addresses = o->at;
     d.listen_fd = listen_fd;
-    d.shape = ring_job_id("ring_tcp", o->at, o->ranks, agreed, 4);
+    d.world = ring_job_id("ring_tcp", o->at, o->ranks, &o->job, 1);
+    d.shape = ring_job_id("ring_tcp", NULL, 0, agreed, 4);
     d.error = &why;
     if (o->key_file) {
         FILE *f = fopen(o->key_file, "rb");
@@ -215,8 +217,8 @@ static int run_rank(const options *o, int listen_fd) {
     if (ra_tcp_open(&tcp, &d)) {
         fprintf(stderr, "rank %d: %s: %s\n", o->rank, why.field, why.text);
         if (why.status == RA_E_MISMATCH)
-            fprintf(stderr, "All ranks need the same addresses in the same order, the same "
-                            "--tokens and the same version of this program.\n");
+            fprintf(stderr, "All ranks need the same addresses in the same order, the same --job "
+                            "and --tokens, and the same version of this program.\n");
         return 1;
     }
     failed = attend(o, ra_tcp_transport(tcp));
@@ -274,7 +276,7 @@ static int run_local(options *o) {
 
 static int usage(void) {
     fprintf(stderr, "ring_tcp [--tokens N] [--key FILE] --local RANKS\n"
-                    "ring_tcp [--tokens N] [--key FILE] --rank R host:port host:port...\n");
+                    "ring_tcp [--tokens N] [--key FILE] [--job N] --rank R host:port...\n");
     return 2;
 }
 
@@ -285,6 +287,7 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         int more = i + 1 < argc;
         if (!strcmp(argv[i], "--tokens") && more) o.tokens = atoll(argv[++i]);
+        else if (!strcmp(argv[i], "--job") && more) o.job = atoll(argv[++i]);
         else if (!strcmp(argv[i], "--key") && more) o.key_file = argv[++i];
         else if (!strcmp(argv[i], "--local") && more) o.local = atoi(argv[++i]);
         else if (!strcmp(argv[i], "--rank") && more) o.rank = atoi(argv[++i]);

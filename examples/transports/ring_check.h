@@ -31,8 +31,9 @@ typedef struct ring_part {             /* of a pass */
 typedef struct ring_figures { ring_part pass[2]; int32_t status, bits_promised; } ring_figures;
 
 /* A number for a job from what its ranks must agree on, so that ranks of another job, or of another
- * version of the program or the library, are refused instead of taken in. FNV-1a, 64 bits, over the
- * library's version, the program's name, `names` strings and `count` numbers. Never 0. */
+ * version of the program or the library, are refused instead of taken in. Two starts with the same
+ * arguments have the same number. FNV-1a, 64 bits, over the library's version, the program's name,
+ * `names` strings and `count` numbers. Never 0. */
 static inline uint64_t ring_job_id(const char *program, const char *const *name, int names,
                                    const int64_t *number, int count) {
     uint64_t id = 0xCBF29CE484222325u;
