@@ -19715,7 +19715,6 @@ static void ra__begin_earlier(ra_ring *r) {
     at->agreed = r->agreed;
     for (int i = 0; i < RA__PASS_COUNTERS; i++)
         at->counted[i] = ra__load_i64(ra__pass_counter(&r->counters, i));
-    r->intact = 0;
 }
 
 /* Counts the messages of a pass, for a transport that has sendrecv alone. */
@@ -20402,9 +20401,12 @@ static void ra__resume_agree(ra_ring *r) {
         ra__resume_check_peer(r, i, first->hash);
 }
 
-/* If the ring is one pass ahead, returns it to the pass that is resumed, which is complete here. */
+/* If the ring is one pass ahead, returns it to the pass that is resumed, which is complete here.
+ * The ring has kept no message then: it keeps some once all ranks are in its pass or a later one,
+ * and none of them goes back behind that. */
 static void ra__resume_step_back(ra_ring *r) {
     if (r->pass == r->resume->pass) return;
+    RINGATTN_ASSERT(!r->kept_count);
     for (int i = 0; i < RA__PASS_COUNTERS; i++)
         ra__store_i64(ra__pass_counter(&r->counters, i), r->earlier.counted[i]);
     r->plan = r->earlier.plan;
@@ -20417,7 +20419,6 @@ static void ra__resume_step_back(ra_ring *r) {
     r->pass = r->resume->pass;
     ra__store_i64(&r->counters.pass, r->pass);
     r->queue[RA__RECEIVES].done = r->queue[RA__RECEIVES].posted = 0;
-    r->kept_count = r->intact = 0;
     r->serves = 1;
 }
 

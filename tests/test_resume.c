@@ -10,11 +10,12 @@
 #include "net.h"
 
 enum { RANKS = 6, PASSES = 4, ATTEMPTS = 5, WATCHDOG = 2000000, STUCK = 60000 };
-enum { NOBODY, SOME, EVERYBODY };      /* who can fetch keys again */
+enum { NOBODY = 0, SOME = 0x15, EVERYBODY = 0x3F };      /* who can fetch keys again: bits */
 
 static int train;                      /* 1: problems have gradients, and passes are backward */
 static int holders;                    /* 1: zigzag, and few can fetch keys again */
 static int batches;                    /* 1: blocks are folded several at a time, from messages */
+static int staged;                     /* 1: a shard is one chunk; 2: its owner sends it first */
 
 typedef struct seat {                  /* a rank */
     ra_ring *ring;
@@ -122,17 +123,33 @@ static void make_batches(small *s, int ranks, int threads) {
     small_desc(s);
 }
 
+/* A problem for chosen steps: the two pieces of a chunk may travel to unlike distances. */
+static void make_staged(small *s, int ranks) {
+    static const int shape[4] = { 2, 1, 8, 8 };
+    small_plain(s, ranks, 128 * ranks, shape);
+    s->p.mask.kind = RA_MASK_CAUSAL;
+    s->s.layout = RA_LAYOUT_ZIGZAG;
+    s->s.chunk_tokens = 128;
+    s->s.buffers = 4;
+    s->s.order = staged == 2 ? RA_ORDER_ROUNDS : 0;
+    s->s.strides = STRIDES_MIXED;
+    small_data(s);
+    small_desc(s);
+}
+
 static sim *make_world(int ranks, int passes, const net_config *c) {
+    static const int fetch[3] = { NOBODY, SOME, EVERYBODY };
     sim *w = (sim *)calloc(1, sizeof *w);
     const int most = small_range(1, small_chance(70) ? 200 * ranks : 64 * ranks);
     if (!w) abort();
     w->ranks = w->alive = ranks;
     w->passes = passes;
-    w->threads = batches || small_chance(50) ? 1 : small_range(1, 4);
-    w->fetch = small_range(NOBODY, holders ? SOME : EVERYBODY);
+    w->threads = batches || staged || small_chance(50) ? 1 : small_range(1, 4);
+    w->fetch = fetch[small_range(0, holders ? 1 : 2)];
     w->sums = small_chance(40);
     for (int i = 0; i < passes; i++) {
         if (batches) make_batches(&w->problem[i], ranks, w->threads);
+        else if (staged) make_staged(&w->problem[i], ranks);
         else small_make(&w->problem[i], ranks, most, w->threads);
         while (holders && w->problem[i].d.layout.kind != RA_LAYOUT_ZIGZAG) {
             small_free(&w->problem[i]);
@@ -224,8 +241,7 @@ static ra_status call(sim *w, int r, int ith) {
     return RA_AGAIN;
 }
 
-static void step_world(sim *w) {
-    const int r = w->survivor[small_range(0, w->net->c.ranks - 1)];
+static void step_rank(sim *w, int r) {
     seat *s = &w->seat[r];
     ra_status st;
     int ith;
@@ -247,6 +263,10 @@ static void step_world(sim *w) {
     if (st != RA_OK || w->nets > 1) return;
     s->begun = 0;
     s->over = ++s->ran == w->passes;
+}
+
+static void step_world(sim *w) {
+    step_rank(w, w->survivor[small_range(0, w->net->c.ranks - 1)]);
 }
 
 static int running(const sim *w) {
@@ -276,7 +296,7 @@ static void run_world(sim *w, int victim, int64_t after) {
 /* -------------------------------------------------------------------------- resuming */
 
 static int may_fetch(const sim *w, int r) {
-    return w->fetch == EVERYBODY || (w->fetch == SOME && r % 2 == 0);
+    return w->fetch >> r & 1;
 }
 
 static ra_status refetch(void *ctx, int64_t pass, int32_t rank, ra_tensors *t) {
@@ -519,6 +539,11 @@ static void one_case(h_rng rng, int lend) {
     free_world(w);
 }
 
+static void forget_counts(void) {
+    resumed = again = refused = kept = from_owner = from_holder = refetched = 0;
+    ahead = messages = stepped_back = 0;
+}
+
 static void run_cases(int64_t n, int lend) {
     for (int64_t i = 0; i < n; i++) {
         if (!h_case(i)) continue;
@@ -533,8 +558,7 @@ static void run_cases(int64_t n, int lend) {
     if (h_run.only_case < 0 && !lend) CHECK(stepped_back > 0);
     if (h_run.large && !batches)
         CHECK(from_holder > 0);        /* rare: the owner is dead, its chunk still there */
-    resumed = again = refused = kept = from_owner = from_holder = refetched = 0;
-    ahead = messages = stepped_back = 0;
+    forget_counts();
 }
 
 TEST(deaths) { run_cases(h_run.large ? 20000 : 300, 0); }
@@ -558,6 +582,116 @@ TEST(lent_batches) {
     batches = 1;
     run_cases(h_run.large ? 300 : 40, 1);
     batches = 0;
+}
+
+/* -------------------------------------------------------------------------- chosen steps */
+
+/* A staged world on a network that takes everything and delays nothing. */
+static sim *on_stage(h_rng rng, int ranks, int passes) {
+    net_config c = { 0 };
+    sim *w;
+    small_seed(rng.state);
+    c.ranks = ranks;
+    c.capacity = 8;
+    c.max_ops = 64;
+    staged = passes;
+    w = make_world(ranks, passes, &c);
+    staged = 0;
+    make_wanted(w);
+    return w;
+}
+
+/* The figures of rank r on the present network. */
+static const net_rank *link_of(const sim *w, int r) { return &w->net->rank[place_of(w, r)]; }
+
+/* The chunks that rank r has received in the pass; -1: it has not begun it. */
+static int64_t chunks_in(const sim *w, int r, int64_t pass) {
+    ra_ring_counters c;
+    ra_ring_query(w->seat[r].ring, &c);
+    return c.pass == pass ? c.chunks_in : -1;
+}
+
+/* Steps the ranks of a set (bits) in turn, `rounds` times. */
+static void step_set(sim *w, int set, int rounds) {
+    for (; rounds > 0; rounds--)
+        for (int r = 0; r < w->ranks; r++) if (set >> r & 1) step_rank(w, r);
+}
+
+/* Rank `victim` dies, and the attempt ends for the others before anything else comes. */
+static void end_attempt(sim *w, int victim) {
+    for (int r = 0; r < w->ranks; r++)
+        if (r != victim && !w->seat[r].dead) ra_ring_cancel(w->seat[r].ring);
+    run_world(w, victim, 0);
+    w->alive = 0;
+    for (int r = 0; r < w->ranks; r++) w->alive += !w->seat[r].dead;
+    forget(w, victim);
+}
+
+/* The others resume on a network as that of on_stage; `fetch` (bits) can fetch keys again. */
+static void begin_staged(sim *w, int epoch, int fetch) {
+    net_config c = { 0 };
+    c.ranks = w->alive;
+    c.capacity = 8;
+    c.any_peer = c.train = 1;
+    c.max_ops = 64;
+    w->fetch = fetch;
+    w->net = w->old[w->nets++] = net_create(&c);
+    w->net->now = w->now;
+    begin_all(w, epoch, -1);
+}
+
+/* Rank 1 is dead. Of its chunk rank 3 has the piece that it needs, and rank 0 needs both. Rank 3
+ * sends both if it can fetch them again; otherwise rank 0, which can, does not ask it. */
+TEST(pieces_of_a_holder) {
+    for (int64_t i = 0; i < 8; i++) {
+        sim *w;
+        ra_resumed n = { 0 };
+        if (!h_case(i)) continue;
+        w = on_stage(h_case_rng(i), 4, 1);
+        for (int k = 0; k < 200 && chunks_in(w, 3, 1) < 1; k++)
+            step_set(w, 1 << 0 | 1 << 2 | 1 << 3, 1);
+        SOUND(w, chunks_in(w, 3, 1) == 1 && chunks_in(w, 0, 1) == 0);
+        end_attempt(w, 1);
+        begin_staged(w, 1, 1 << 2);
+        for (int k = 0; k < 200 && chunks_in(w, 3, 1) < 3; k++) {
+            step_set(w, 1 << 2 | 1 << 3, 1);
+            if (link_of(w, 0)->words[0] < 4) step_set(w, 1 << 0, 1);     /* it only meets them */
+        }
+        SOUND(w, chunks_in(w, 3, 1) == 3 && chunks_in(w, 0, 1) == 0);
+        end_attempt(w, 2);
+        begin_staged(w, 2, 1 << (i % 2 ? 0 : 3));
+        run_world(w, -1, 0);
+        SOUND(w, check_ends(w));
+        SOUND(w, ra_ring_resumed(w->seat[3].ring, &n) == RA_OK && n.chunks_kept == 4);
+        SOUND(w, w->seat[i % 2 ? 0 : 3].fetches > 0 && w->seat[i % 2 ? 3 : 0].fetches == 0);
+        close_world(w);
+        free_world(w);
+    }
+    forget_counts();
+}
+
+/* Rank 1 has ended a pass and has the next chunk of rank 2, which dies. Rank 0 still needs that of
+ * the pass before. What rank 1 has is not that. */
+TEST(messages_of_a_later_pass) {
+    for (int64_t i = 0; i < 8; i++) {
+        sim *w;
+        if (!h_case(i)) continue;
+        w = on_stage(h_case_rng(i), 3, 2);
+        step_set(w, 1 << 2, 10);       /* it waits for the hello of rank 1 */
+        for (int k = 0; k < 200 && link_of(w, 0)->messages[1] < 2; k++)
+            step_set(w, 1 << 0 | 1 << 1, 1);
+        for (int k = 0; k < 200 && chunks_in(w, 1, 2) < 1; k++)
+            step_set(w, 1 << 1 | 1 << 2, 1);
+        SOUND(w, chunks_in(w, 1, 2) == 1 && chunks_in(w, 0, 1) == 1);
+        end_attempt(w, 2);
+        begin_staged(w, 1, 1 << 0);
+        run_world(w, -1, 0);
+        SOUND(w, check_ends(w) && stepped_back == 1);
+        stepped_back = 0;
+        close_world(w);
+        free_world(w);
+    }
+    forget_counts();
 }
 
 /* -------------------------------------------------------------------------- one thing at a time */
@@ -1055,11 +1189,10 @@ TEST(threads) {
 
 int main(int argc, char **argv) {
     static const h_test tests[] = {
-        ENTRY(sources), ENTRY(deaths), ENTRY(held), ENTRY(lent), ENTRY(lent_batches), ENTRY(epochs),
-        ENTRY(bent_reports),
-        ENTRY(refusals),
-        ENTRY(nothing_to_resume), ENTRY(unsafe), ENTRY(backward),
-        ENTRY(backward_is_complete), ENTRY(engines_that_failed), ENTRY(threads),
+        ENTRY(sources), ENTRY(pieces_of_a_holder), ENTRY(messages_of_a_later_pass),
+        ENTRY(deaths), ENTRY(held), ENTRY(lent), ENTRY(lent_batches), ENTRY(epochs),
+        ENTRY(bent_reports), ENTRY(refusals), ENTRY(nothing_to_resume), ENTRY(unsafe),
+        ENTRY(backward), ENTRY(backward_is_complete), ENTRY(engines_that_failed), ENTRY(threads),
     };
     return hook_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }
