@@ -301,10 +301,16 @@ static int32_t dtype_of(enum ggml_type type) {
 static const char *unfit_rows(const struct ggml_tensor *x) {
     const int32_t dtype = dtype_of(x->type);
     const size_t element = dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 34 : 2;
+    const size_t unit = dtype == RA_F32 ? 4 : 2;
+    const size_t row = (size_t)x->ne[0] / (dtype == RA_Q8_0 ? 32 : 1) * element;
     if (!dtype) return "a type other than f32, f16, bf16 and q8_0";
     if (x->nb[0] != element) return "elements of a row apart from each other";
     if (x->ne[0] < 1 || x->ne[0] > 1024) return "a head of more than 1024 elements";
     if (dtype == RA_Q8_0 && x->ne[0] % 32) return "q8_0 rows that are not whole blocks";
+    for (int i = 1; i < 4; i++)
+        if (x->nb[i] % unit || (i < 3 && x->ne[i] > 1 && x->nb[i] < row) ||
+            (uintptr_t)x->data % unit)
+            return "rows that overlap, or are not aligned to their elements";
     return NULL;
 }
 
