@@ -15085,9 +15085,10 @@ typedef struct ra__link {
     int32_t fails, why;                /* atomic: 1: the first failure is being noted; RA_E_* */
     int32_t peer[2];                   /* written before `why`: to and from whom that sendrecv was;
                                         * RA_NO_PEER: neither */
+    const char *text;                  /* written before `why`: what the transport says about it */
     int32_t helps;                     /* 1: a thread makes the rounds; `lock` guards the rest */
-    int32_t busy, leaves, out;         /* it is in a round; it shall end; atomic: it makes no more
-                                        * calls */
+    int32_t busy, leaves, out, told;   /* it is in a round; it shall end; atomic: it makes no more
+                                        * calls; atomic: the transport's abort was called */
 #ifndef RINGATTN_NO_THREADS
     pthread_t helper;
     pthread_mutex_t lock;
@@ -16752,32 +16753,43 @@ typedef struct ra__link_half {
 static void ra__link_lock(ra__link *u, int lock) {
 #ifndef RINGATTN_NO_THREADS
     if (u->helps && lock) pthread_mutex_lock(&u->lock);
-    if (u->helps && !lock) pthread_mutex_unlock(&u->lock);
+    if (!u->helps || lock) return;
+    pthread_cond_signal(&u->wake);
+    pthread_mutex_unlock(&u->lock);
 #else
     (void)u, (void)lock;
 #endif
 }
 
 /* The first failure counts. to, from: the ranks that it may concern. */
-static void ra__link_fail(ra__link *u, int why, int32_t to, int32_t from) {
+static void ra__link_fail(ra__link *u, int why, const char *text, int32_t to, int32_t from) {
     if (!ra__cas_i32(&u->fails, 0, 1)) return;
+    u->text = text;
     u->peer[0] = to;
     u->peer[1] = from;
     ra__store_i32(&u->why, why < 0 ? why : RA_E_IO);
 }
 
-/* One call of the transport; 0: the link has failed. */
+/* Passes a failure on to the transport, once. */
+static void ra__link_tell(ra__link *u, int why) {
+    if (u->below.abort && ra__cas_i32(&u->told, 0, 1)) (void)u->below.abort(u->below.ctx, why);
+}
+
+/* One call of the transport; 0: it failed, so nothing is exchanged any more. */
 static int ra__link_call(ra__link *u, int32_t to, const void *s, size_t s_len, int32_t from,
                          void *r, size_t r_len, uint64_t tag) {
+    const ra_transport *t = &u->below;
     const int64_t until = ra__add_sat(ra_now_ns(), u->patience_ns);
     const int late = u->deadline_ns && u->deadline_ns <= until;
     if (to == RA_NO_PEER && from == RA_NO_PEER) return 1;
-    int code = u->below.sendrecv(u->below.ctx, to, s, s_len, from, r, r_len,
-                                 ra__tp_tag(&u->below, (int64_t)tag),
-                                 late ? u->deadline_ns : until);
+    int code = t->sendrecv(t->ctx, to, s, s_len, from, r, r_len, ra__tp_tag(t, (int64_t)tag),
+                           late ? u->deadline_ns : until);
     if (code == RA_E_TIMEOUT && !late) code = RA_E_PEER;
-    if (code) ra__link_fail(u, code, to, from);
-    return code == 0;
+    if (!code) return 1;
+    ra__link_fail(u, code, t->error_text ? t->error_text(t->ctx, code) : NULL, to, from);
+    memset(u->left, 0, (size_t)u->ranks * sizeof *u->left);
+    u->open = 0;
+    return 0;
 }
 
 /* The first pending message of this kind, channel and peer. */
@@ -16839,18 +16851,18 @@ static void ra__link_advance(ra__link *u, const ra__link_half *h) {
     if (moved == h->least) ra__link_end(u, h->op, h->status);
 }
 
-/* Moves what two halves have; 1: something, 0: nothing, -1: the link has failed. even: both are
- * with the same rank. */
+/* Moves what two halves have; 1: something. even: both are with the same rank. */
 static int ra__link_move(ra__link *u, ra__link_half *out, ra__link_half *in, int even,
                          uint64_t tag) {
-    const size_t unit = u->below.align ? u->below.align : 64;      /* what follows stays aligned */
+    enum { UNIT = 4096 };              /* equal on all ranks, and no align is more: what follows
+                                        * stays aligned */
     if (!out->op && !in->op) return 0;
     if (even && out->op && in->op && out->bytes != in->bytes) {
-        const size_t both = (out->bytes < in->bytes ? out->bytes : in->bytes) / unit * unit;
+        const size_t both = (out->bytes < in->bytes ? out->bytes : in->bytes) / UNIT * UNIT;
         if (both) out->bytes = in->bytes = both;
     }
     if (!ra__link_call(u, out->peer, out->at, out->bytes, in->peer, in->at, in->bytes, tag))
-        return -1;
+        return 0;
     ra__link_lock(u, 1);
     ra__link_advance(u, out);
     ra__link_advance(u, in);
@@ -16858,13 +16870,22 @@ static int ra__link_move(ra__link *u, ra__link_half *out, ra__link_half *in, int
     return 1;
 }
 
-/* A round with the ranks at a distance; 1: something moved, 0: nothing did, -1: it was the last. */
+/* Both ranks of a pair know whether either has failed: then nothing more moves between them. */
+static void ra__link_judge(ra__link *u, int32_t peer, const ra__word *mine, ra__word *theirs) {
+    if (peer == RA_NO_PEER || !(mine->why || theirs->why)) return;
+    ra__link_fail(u, RA_E_ABORTED, NULL, RA_NO_PEER, peer);
+    u->open -= u->left[peer];
+    u->left[peer] = 0;
+    memset(theirs, 0, sizeof *theirs);
+}
+
+/* A round with the ranks at a distance; 1: something moved. */
 static int ra__link_meet(ra__link *u, int32_t distance) {
     const int32_t n = u->ranks;
     int32_t peer[2] = { (u->rank + distance) % n, (u->rank + n - distance) % n };
     const int sides = peer[0] == peer[1] ? 1 : 2;
     ra__word mine[2], theirs[2];
-    int moved = 0, one = 0;
+    int moved = 0;
     for (int i = 0; i < 2; i++)
         if (!u->left[peer[i]]) peer[i] = RA_NO_PEER;
     if (peer[0] == RA_NO_PEER && peer[1] == RA_NO_PEER) return 0;
@@ -16876,12 +16897,10 @@ static int ra__link_meet(ra__link *u, int32_t distance) {
         back = sides == 2 ? 1 - i : i;
         const size_t s = peer[i] == RA_NO_PEER ? 0 : sizeof *mine;
         const size_t r = peer[back] == RA_NO_PEER ? 0 : sizeof *mine;
-        if (!ra__link_call(u, peer[i], &mine[i], s, peer[back], &theirs[back], r, 0)) return -1;
+        if (!ra__link_call(u, peer[i], &mine[i], s, peer[back], &theirs[back], r, 0)) return 0;
     }
-    for (int i = 0; i < sides; i++)
-        if (theirs[i].why) ra__link_fail(u, RA_E_ABORTED, RA_NO_PEER, peer[i]);
-    if (mine[0].why || theirs[0].why || theirs[1].why) return -1;
-    for (int c = 0, i = 0; c < 2 && one >= 0; i = i + 1 < sides ? i + 1 : 0, c += i == 0) {
+    for (int i = 0; i < sides; i++) ra__link_judge(u, peer[i], &mine[i], &theirs[i]);
+    for (int c = 0, i = 0; c < 2 && u->open; i = i + 1 < sides ? i + 1 : 0, c += i == 0) {
         const int back = sides == 2 ? 1 - i : i;
         ra__link_lock(u, 1);
         ra__link_half out = ra__link_half_of(u, peer[i], c, RA_MSG_SEND, mine[i].ready[c],
@@ -16889,19 +16908,14 @@ static int ra__link_meet(ra__link *u, int32_t distance) {
         ra__link_half in = ra__link_half_of(u, peer[back], c, RA_MSG_RECV, mine[back].wanted[c],
                                             theirs[back].ready[c]);
         ra__link_lock(u, 0);
-        one = ra__link_move(u, &out, &in, sides == 1, 1 + (uint64_t)c);
-        moved |= one > 0;
+        moved |= ra__link_move(u, &out, &in, sides == 1, 1 + (uint64_t)c);
     }
-    return one < 0 ? -1 : moved;
+    return moved;
 }
 
 static int ra__link_round(ra__link *u) {
     int moved = 0;
-    for (int32_t d = 1; d <= u->ranks / 2; d++) {
-        const int one = ra__link_meet(u, d);
-        if (one < 0) return -1;
-        moved |= one;
-    }
+    for (int32_t d = 1; d <= u->ranks / 2; d++) moved |= ra__link_meet(u, d);
     return moved;
 }
 
@@ -16917,7 +16931,7 @@ static int ra__link_post(void *ctx, ra_transport_op *const *ops, int n) {
         op->state = RA_MSG_PENDING;
     }
     ra__link_lock(u, 0);
-    return ra__load_i32(&u->why);
+    return RA_OK;                      /* a failure is told by poll, which follows */
 }
 
 /* Messages that have ended come before the failure of the link: they may say why it failed. */
@@ -16940,51 +16954,52 @@ static int ra__link_poll(void *ctx, ra_transport_op *const *ops, int n) {
 
 RA__UNUSED static int ra__link_wait(void *ctx, ra_transport_op *const *ops, int n,
                                     int64_t deadline_ns) {
+    int before = 0;
+    for (int i = 0; i < n; i++) before += ops[i]->state == RA_MSG_PENDING;
     for (;;) {
         int pending = 0, code = ra__link_poll(ctx, ops, n);
         for (int i = 0; i < n; i++) pending += ops[i]->state == RA_MSG_PENDING;
-        if (code || pending < n || ra_now_ns() >= deadline_ns) return code;
+        if (code || pending < before || ra_now_ns() >= deadline_ns) return code;
         ra__sleep_ns(RA__LINK_NAP_NS);
     }
 }
 
 static int ra__link_abort(void *ctx, int why) {
     ra__link *u = (ra__link *)ctx;
-    ra__link_fail(u, why, RA_NO_PEER, RA_NO_PEER);
-    return u->helps || !u->below.abort ? RA_OK : u->below.abort(u->below.ctx, why);
+    ra__link_fail(u, why, NULL, RA_NO_PEER, RA_NO_PEER);
+    if (!u->helps) ra__link_tell(u, why);
+    return RA_OK;
 }
 
 static int ra__link_quiesce(void *ctx, int64_t deadline_ns) {
     ra__link *u = (ra__link *)ctx;
     const int64_t begin = ra_now_ns(), most = ra__max(0, ra__time_since(deadline_ns, begin));
     const int64_t told = begin + ra__min(RA__LINK_ANSWER_NS, most / 2);
-    int tells = u->helps && u->below.abort;
-    ra__link_fail(u, RA_E_ABORTED, RA_NO_PEER, RA_NO_PEER);
-    for (int in = u->helps; in || tells;) {
+    ra__link_lock(u, 1);               /* wakes the helper */
+    ra__link_fail(u, RA_E_ABORTED, NULL, RA_NO_PEER, RA_NO_PEER);
+    ra__link_lock(u, 0);
+    while (u->helps && !ra__load_i32(&u->out)) {
         const int64_t now = ra_now_ns();
-        in = u->helps && !ra__load_i32(&u->out);
-        if (tells && (!in || now > told)) {
-            (void)u->below.abort(u->below.ctx, ra__load_i32(&u->why));
-            tells = 0;
-        }
-        if (in && now > deadline_ns) return RA_E_UNSAFE;
-        if (in) ra__sleep_ns(RA__LINK_NAP_NS);
+        if (now > told) ra__link_tell(u, ra__load_i32(&u->why));
+        if (now > deadline_ns) return RA_E_UNSAFE;
+        ra__sleep_ns(RA__LINK_NAP_NS);
     }
+    u->deadline_ns = deadline_ns;
+    if (!u->below.abort && u->open && most) (void)ra__link_round(u);
     return u->below.quiesce ? u->below.quiesce(u->below.ctx, deadline_ns) : RA_OK;
 }
 
 static const char *ra__link_error_text(void *ctx, int code) {
     const ra__link *u = (const ra__link *)ctx;
-    return u->below.error_text ? u->below.error_text(u->below.ctx, code) : NULL;
+    return code == ra__load_i32(&u->why) ? u->text : NULL;
 }
 
 #ifndef RINGATTN_NO_THREADS
 /* Makes rounds while messages are left, and sleeps between passes. */
 static void *ra__link_main(void *arg) {
     ra__link *u = (ra__link *)arg;
-    int moved = 0;
     pthread_mutex_lock(&u->lock);
-    while (moved >= 0 && !u->leaves) {
+    while (!u->leaves) {
         u->busy = u->open > 0;
         if (!u->busy && ra__load_i32(&u->why)) break;
         if (!u->busy) {
@@ -16992,11 +17007,11 @@ static void *ra__link_main(void *arg) {
             continue;
         }
         pthread_mutex_unlock(&u->lock);
-        moved = ra__link_round(u);
-        if (!moved) ra__sleep_ns(RA__LINK_NAP_NS);
+        if (!ra__link_round(u)) ra__sleep_ns(RA__LINK_NAP_NS);
         pthread_mutex_lock(&u->lock);
     }
     pthread_mutex_unlock(&u->lock);
+    if (ra__load_i32(&u->why)) ra__link_tell(u, ra__load_i32(&u->why));
     ra__store_i32(&u->out, 1);
     return NULL;
 }
@@ -17024,7 +17039,7 @@ static ra_status ra__link_open(ra__link *u, ra_transport *tp, int32_t rank, int3
     u->ranks = ranks;
     tp->caps &= RA_CAP_ANY_PEER | RA_CAP_ANY_THREAD | RA_CAP_DEADLINE;
     tp->channels = 2;
-    tp->max_ops = RA__LINK_OPS;
+    tp->max_ops = (uint32_t)ra__max(RA__LINK_OPS, 2 * (int64_t)ranks);
     tp->ctx = u;
     tp->post = ra__link_post;
     tp->poll = ra__link_poll;
@@ -17032,7 +17047,7 @@ static ra_status ra__link_open(ra__link *u, ra_transport *tp, int32_t rank, int3
     tp->reg = NULL;
     tp->dereg = NULL;
     tp->release = NULL;
-    tp->abort = ra__link_abort;
+    tp->abort = u->below.abort ? ra__link_abort : NULL;
     tp->quiesce = ra__link_quiesce;
     tp->error_text = ra__link_error_text;
 #ifndef RINGATTN_NO_THREADS
@@ -17042,6 +17057,7 @@ static ra_status ra__link_open(ra__link *u, ra_transport *tp, int32_t rank, int3
                               "has RA_CAP_HELPER, but no thread can be started", 0);
         tp->caps |= RA_CAP_ANY_THREAD;
         tp->wait = ra__link_wait;
+        tp->abort = ra__link_abort;
         return RA_OK;
     }
 #endif
@@ -17067,20 +17083,16 @@ static void ra__link_begin(ra__link *u, int32_t *left, int64_t deadline_ns, int6
     u->deadline_ns = deadline_ns;
     u->patience_ns = patience_ns;
     for (int32_t r = 0; r < u->ranks; r++) u->open += left[r];
-#ifndef RINGATTN_NO_THREADS
-    if (u->helps) pthread_cond_signal(&u->wake);
-#endif
-    ra__link_lock(u, 0);
+    ra__link_lock(u, 0);               /* wakes the helper */
 }
 
 /* Ends the helper, which is in no call of the transport. */
 static void ra__link_close(ra__link *u) {
 #ifndef RINGATTN_NO_THREADS
     if (!u->helps) return;
-    pthread_mutex_lock(&u->lock);
+    ra__link_lock(u, 1);
     u->leaves = 1;
-    pthread_cond_signal(&u->wake);
-    pthread_mutex_unlock(&u->lock);
+    ra__link_lock(u, 0);
     pthread_join(u->helper, NULL);
     pthread_cond_destroy(&u->wake);
     pthread_mutex_destroy(&u->lock);
@@ -18512,7 +18524,8 @@ static int ra__roll_may(const ra_ring *r, int which) {
     if (back && ra__roll_early(r)) return r->ranks > 2 || link->posted == link->total;
     if (back && q[RA__ROLL_IN].done < q[RA__ROLL_IN].total) return 0;
     return link->posted == link->total &&
-           link->posted - link->done + one->posted - one->done + two->posted - two->done <
+           link->posted - link->done + one->posted - one->done +
+                   (ra__roll_early(r) ? 0 : two->posted - two->done) <
                ra__queue_most(r, sends ? RA__SENDS : RA__RECEIVES);
 }
 
@@ -22579,6 +22592,14 @@ static int32_t ra__cache_awaits(const ra_cache *c) {
     return RA_NO_PEER;
 }
 
+/* The transport itself has failed, with a code. */
+static ra_status ra__cache_context_failed(ra_cache *c, int code) {
+    int32_t peer = ra__cache_awaits(c);
+    for (int i = 0; i < 2 && c->tp.post == ra__link_post; i++)     /* a sendrecv with these two */
+        if (c->link.peer[i] >= 0) peer = c->link.peer[i];
+    return ra__cache_op_failed(c, code, peer);
+}
+
 /* Checks whether the call has failed or was cancelled, its deadline and the watchdog. */
 static ra_status ra__cache_alarm(ra_cache *c) {
     const int64_t now = ra_now_ns(), looked = ra__load_i64(&c->looked_ns);
@@ -22850,7 +22871,7 @@ static int ra__cache_drive(ra_cache *c) {
     for (int i = 0; i < n; i++) idle |= c->list[i]->state == RA_MSG_IDLE;
     if (idle) code = c->tp.post(c->tp.ctx, c->list, n);
     if (code >= 0) code = c->tp.poll(c->tp.ctx, c->list, n);
-    if (code < 0) return ra__cache_op_failed(c, code, ra__cache_awaits(c));
+    if (code < 0) return ra__cache_context_failed(c, code);
     for (int i = 0; i < n; i++)
         awaited |= c->list[i]->state == RA_MSG_IDLE ||
                    (c->list[i]->kind == RA_MSG_SEND && c->list[i]->state == RA_MSG_PENDING);
@@ -23773,7 +23794,7 @@ static void ra__cache_wait(ra_cache *c) {
         const int n = live ? ra__cache_list(c) : 0;
         const int64_t until = ra_now_ns() + (c->d.threads > 1 ? 200000 : 2000000);
         const int code = n ? c->tp.wait(c->tp.ctx, c->list, n, until) : RA_OK;
-        if (code < 0) (void)ra__cache_op_failed(c, code, ra__cache_awaits(c));
+        if (code < 0) (void)ra__cache_context_failed(c, code);
         ra__store_i32(&c->crew.comm, 0);
         if (n) return;
     }

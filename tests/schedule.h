@@ -939,9 +939,12 @@ TEST(loans_end_with_their_series) {
  * Random messages between random pairs of ranks, over a sendrecv that ends when both sides have
  * met. Some ranks have a helper. Each posts its messages bit by bit, in any order that keeps those
  * to one rank and on one channel in theirs. */
-enum { LINK_RANKS = 7, LINK_MOST = 3, LINK_BYTES = 200, LINK_PASSES = 3 };
+enum { LINK_RANKS = 7, LINK_MOST = 3, LINK_BYTES = 9000, LINK_PASSES = 3 };
 typedef struct link_world {
     mail_net *net;
+    int fails, victim;                 /* 1: the victim is cancelled; the others wait for messages
+                                        * before they send any */
+    int64_t most_ns;                   /* of a run */
     int ranks, count[LINK_RANKS][LINK_RANKS][2];       /* from, to, channel */
 } link_world;
 typedef struct link_seat {
@@ -956,12 +959,12 @@ typedef struct link_seat {
     uint8_t bytes[2][LINK_RANKS][2][LINK_MOST][LINK_BYTES];
     ra_transport_op *list[4 * LINK_RANKS * LINK_MOST];
     int listed, all;
-    ra_status end;
+    ra_status end, quiet;
 } link_seat;
 
 /* Length and contents of message i: equal on both sides. */
 static int link_length(int from, int to, int channel, int i) {
-    return 1 + (from * 131 + to * 37 + channel * 61 + i * 89) % LINK_BYTES;
+    return 1 + (from * 131 + to * 37 + channel * 61 + i * 89) * 53 % LINK_BYTES;
 }
 static uint8_t link_byte(int from, int to, int channel, int i) {
     return (uint8_t)(1 + from * 29 + to * 7 + channel * 3 + i);
@@ -993,8 +996,9 @@ static void link_prepare(link_seat *s) {
 
 /* Lists one more message, of any direction, peer and channel that has one. */
 static void link_list_one(link_seat *s) {
-    while (s->listed < s->all) {
-        const int send = (int)h_range(&s->rng, 0, 1), c = (int)h_range(&s->rng, 0, 1);
+    for (int tries = 0; tries < 200 && s->listed < s->all; tries++) {
+        const int send = !s->w->fails && (int)h_range(&s->rng, 0, 1);
+        const int c = (int)h_range(&s->rng, 0, 1);
         const int peer = (int)h_range(&s->rng, 0, s->w->ranks - 1);
         int *n = &s->posted[send][peer][c];
         if (*n == s->w->count[send ? s->rank : peer][send ? peer : s->rank][c]) continue;
@@ -1025,33 +1029,37 @@ static int link_right(const link_seat *s) {
 
 static void *link_live(void *arg) {
     link_seat *s = (link_seat *)arg;
-    const int64_t end = ra_deadline_ms(30000);
+    const int64_t end = ra_now_ns() + s->w->most_ns;
     s->end = ra__link_open(&s->u, &s->tp, s->rank, s->w->ranks, NULL);
     for (int pass = 0; pass < LINK_PASSES && !s->end; pass++) {
         ra__link_rest(&s->u);
         link_prepare(s);
         ra__link_begin(&s->u, s->left, end, INT64_MAX);
         while (!link_done(s) && !s->end) {
-            if (h_one_in(&s->rng, 2)) link_list_one(s);
-            s->end = s->tp.post(s->tp.ctx, s->list, s->listed);
+            if (s->w->fails && s->rank == s->w->victim) s->end = RA_E_CANCELLED;
+            else if (h_one_in(&s->rng, 2)) link_list_one(s);
+            if (!s->end) s->end = s->tp.post(s->tp.ctx, s->list, s->listed);
             if (!s->end) s->end = s->tp.poll(s->tp.ctx, s->list, s->listed);
             if (!s->end && ra_now_ns() > end) s->end = RA_E_TIMEOUT;
         }
         if (!s->end && !link_right(s)) s->end = RA_E_PROTO;
     }
-    if (s->end) (void)s->tp.abort(s->tp.ctx, s->end);
-    ra__link_rest(&s->u);
+    if (s->end && s->tp.abort) (void)s->tp.abort(s->tp.ctx, s->end);
+    if (s->end) s->quiet = s->tp.quiesce(s->tp.ctx, ra_now_ns() + s->w->most_ns / 2);
+    if (!s->quiet) ra__link_rest(&s->u);
     ra__link_close(&s->u);
     return NULL;
 }
 
+/* helpers: a bit per rank. Without w->fails every rank ends well, otherwise with this failure. */
 static void link_run(link_world *w, h_rng *r, int helpers) {
     static link_seat seat[LINK_RANKS];
     pthread_t id[LINK_RANKS];
     mail_desc d = { 0 };
     d.ranks = w->ranks;
-    d.tells = 1;
+    d.tells = !w->fails;
     d.caps = RA_CAP_ANY_PEER | RA_CAP_DEADLINE | RA_CAP_HELPER;
+    if (!w->most_ns) w->most_ns = (int64_t)30000000000;
     w->net = mail_open(&d, NULL);
     memset(seat, 0, sizeof seat);
     for (int i = 0; i < w->ranks; i++) {
@@ -1063,7 +1071,11 @@ static void link_run(link_world *w, h_rng *r, int helpers) {
         if (pthread_create(&id[i], NULL, link_live, &seat[i])) abort();
     }
     for (int i = 0; i < w->ranks; i++) pthread_join(id[i], NULL);
-    for (int i = 0; i < w->ranks; i++) CHECK_EQ(seat[i].end, RA_OK);
+    for (int i = 0; i < w->ranks; i++) {
+        const int want = w->fails && i == w->victim ? RA_E_CANCELLED : RA_E_ABORTED;
+        CHECK_EQ(seat[i].end, w->fails ? want : RA_OK);
+        CHECK_EQ(seat[i].quiet, RA_OK);
+    }
     CHECK_EQ(mail_close(w->net), 0);
 }
 
@@ -1089,6 +1101,51 @@ TEST(links_never_deadlock) {
     }
 }
 
+/* One rank is cancelled, and the transport tells nobody. The failure goes from rank to rank, also to
+ * those that exchange nothing with the first one, and no helper is left in a sendrecv. Every rank
+ * waits for a message from the one before. */
+TEST(links_tell_every_rank_of_a_failure) {
+    for (int64_t i = 0; i < (h_run.large ? 500 : 40); i++) {
+        h_rng r = h_case_rng(i);
+        link_world w;
+        if (!h_case(i)) continue;
+        memset(&w, 0, sizeof w);
+        w.fails = 1;
+        w.most_ns = (int64_t)4000000000;
+        w.ranks = i < 16 ? 4 + (int)i % 2 : (int)h_range(&r, 2, LINK_RANKS);
+        w.victim = (int)h_range(&r, 0, w.ranks - 1);
+        for (int rank = 0; rank < w.ranks; rank++) {
+            w.count[rank][(rank + 1) % w.ranks][0] = 1;
+            if (i >= 8 && h_one_in(&r, 2)) w.count[rank][(rank + 2) % w.ranks][1] = w.ranks > 2;
+        }
+        link_run(&w, &r, i % 4 == 0 ? 0 : i % 4 < 3 ? 127 : (int)h_range(&r, 0, 127));
+    }
+}
+
+/* An idle helper is woken to quiesce; one that is in a sendrecv has the transport's abort. */
+TEST(idle_helpers_quiesce_at_once) {
+    for (int i = 0; i < 5; i++) {
+        mail_desc d = { 0 };
+        ra__link u;
+        ra_transport tp;
+        int64_t begin;
+        memset(&u, 0, sizeof u);
+        d.ranks = 2;
+        d.tells = 1;
+        d.caps = RA_CAP_HELPER;
+        mail_net *net = mail_open(&d, NULL);
+        tp = mail_transport(net, 0);
+        CHECK_EQ(ra__link_open(&u, &tp, 0, 2, NULL), RA_OK);
+        (void)nanosleep(&(struct timespec){ 0, 2000000 }, NULL);
+        begin = ra_now_ns();
+        CHECK_EQ(tp.abort(tp.ctx, RA_E_CANCELLED), RA_OK);
+        CHECK_EQ(tp.quiesce(tp.ctx, begin + 100000000), RA_OK);
+        CHECK(net->dead);
+        ra__link_close(&u);
+        CHECK_EQ(mail_close(net), 0);
+    }
+}
+
 /* With two ranks each call moves as much one way as the other way. */
 TEST(unequal_messages_move_together) {
     h_rng r = h_case_rng(0);
@@ -1107,11 +1164,11 @@ TEST(unequal_messages_move_together) {
     out.op = &op[0];
     in.op = &op[1];
     out.peer = in.peer = 1;
-    out.bytes = out.least = 1000;
-    in.bytes = in.least = 300;
+    out.bytes = out.least = 10000;
+    in.bytes = in.least = 5000;
     CHECK_EQ(ra__link_move(&s.u, &out, &in, 1, 0), 1);
-    CHECK_EQ((int64_t)(uintptr_t)op[0].scratch[RA__LINK_MOVED], 256);
-    CHECK_EQ((int64_t)(uintptr_t)op[1].scratch[RA__LINK_MOVED], 256);
+    CHECK_EQ((int64_t)(uintptr_t)op[0].scratch[RA__LINK_MOVED], 4096);
+    CHECK_EQ((int64_t)(uintptr_t)op[1].scratch[RA__LINK_MOVED], 4096);
 }
 
 /* -------------------------------------------------------------------------- large figures */
@@ -1253,6 +1310,7 @@ static const h_test schedule_tests[] = {
     ENTRY(sendrecv_waits_for_no_series),
     ENTRY(transfers_hide_as_predicted), ENTRY(last_messages_end_no_series),
     ENTRY(loans_end_with_their_series), ENTRY(links_never_deadlock),
+    ENTRY(links_tell_every_rank_of_a_failure), ENTRY(idle_helpers_quiesce_at_once),
     ENTRY(unequal_messages_move_together),
     ENTRY(figures_of_long_sequences), ENTRY(figures_saturate),
     ENTRY(prefetched_lines_are_those_of_a_stretch),

@@ -891,7 +891,7 @@ static inline void cf_t_threads(cf_rank *r) {
             const int other = way ^ (round & 1);
             pthread_t id;
             e.posts = !way;
-            if (!r->t[0]->post && other) continue;     /* one call is all */
+            if (!r->t[0]->post && way) continue;       /* one call is all */
             if (!other) (void)cf_errand_main(&e);
             else if (pthread_create(&id, NULL, cf_errand_main, &e)) abort();
             else pthread_join(id, NULL);
