@@ -904,8 +904,9 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
     int64_t watchdog_ns;               /* fail with RA_E_PEER after this long without progress. 0:
                                         * 60 s plus the time that the rank with most tiles needs for
                                         * a whole pass, at the speed and with the threads of this
-                                        * rank. If you set it, remember that in a contiguous causal
-                                        * ring the first ranks finish early and wait for the last */
+                                        * rank. A sendrecv waits as long, at 20 GFLOP/s a thread.
+                                        * If you set it, remember that in a contiguous causal ring
+                                        * the first ranks finish early and wait for the last */
     int64_t quiesce_ns;                /* how long quiesce may take after a failure. A blocking call
                                         * may return that much after its deadline; 0: 30 s */
     int64_t (*clock_ns)(void *ctx);    /* null: ra_now_ns. Deadlines of calls on this ring, watchdog
@@ -922,8 +923,10 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
     int32_t trust_plans;               /* AGREED. 0: the first forward and the first backward pass
                                         * of a plan begin with a frame of 64 bytes to rank + 1 (a
                                         * ring remembers 32 plans). Ranks whose plans differ, even
-                                        * about who sends what, then fail with RA_E_MISMATCH. 1:
-                                        * they may wait until a deadline */
+                                        * about who sends what, then fail with RA_E_MISMATCH. With
+                                        * sendrecv alone and more than 3 ranks that holds only if
+                                        * each two ranks count equally many messages between them;
+                                        * others may wait until a deadline, as with 1 */
     int32_t checksums;                 /* AGREED. 1: messages with data carry a CRC-32C. A wrong one
                                         * is RA_E_PROTO, before anything is folded */
     int32_t resumable;                 /* AGREED. 1: no rank ends a pass before all have begun it,
@@ -1021,8 +1024,8 @@ enum { RA_RING_IDLE, RA_RING_RUNNING, RA_RING_FAILED };
 typedef struct ra_ring_counters {      /* of the pass in progress or the last one; any thread */
     int32_t state;                     /* RA_RING_* */
     int32_t waiting_peer;              /* neighbour from which chunks are still to come; -1: none */
-    int32_t bounded;                   /* 0: sendrecv without RA_CAP_HELPER or RA_CAP_DEADLINE: a
-                                        * dead peer may block a call for ever */
+    int32_t bounded;                   /* 0: sendrecv without RA_CAP_DEADLINE and without a helper:
+                                        * a dead peer may block a call for ever */
     int64_t pass;                      /* number of the pass, from 1 */
     int64_t tiles_empty, tiles_partial, tiles_full; /* done so far */
     int64_t tiles_all;                 /* partial and full ones of the whole pass */
@@ -1233,15 +1236,19 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  * the library makes the calls in rounds. In each it exchanges short messages with the ranks that it
  * still has something to exchange with, about what is ready. With RA_CAP_HELPER a thread of its own
  * calls sendrecv, and messages move while yours compute. Without it ra_step and ra_infer_step call
- * it and wait there for other ranks to make the same call, which they do between steps.
+ * it and wait there for other ranks to make the same call, which they do between steps. A message
+ * may take several calls, each with a part of it. After a failure sendrecv is called on, to tell
+ * the other ranks, until it fails or abort is called. Without helper and abort ra_finish and
+ * ra_cache_destroy do that, on their thread, and may wait in sendrecv for ranks that have yet to
+ * come. The helper calls abort itself, or quiescing does.
  *
  * Messages. The n-th send matches the n-th receive per (peer, channel). Both sides compute the same
- * length, exact and at most max_msg; no message is split or empty. Keep message boundaries: a
- * receive that meets another length ends with RA_E_TRUNC, and its send with that or DONE. A send
- * may stay PENDING until its receive is posted, however long that is: only deadlines and the
- * watchdog, which are the library's, end it. A peer may have yet to come: keep what is posted to it
- * until then. No rank sends to itself. Tags start anew with each pass. Buffers are host memory.
- * Nothing marks where a pass begins or ends.
+ * length, exact and at most max_msg. No message is empty or, at level 1, split. Keep message
+ * boundaries: a receive that meets another length ends with RA_E_TRUNC, and its send with that or
+ * DONE. A send may stay PENDING until its receive is posted, however long that is: only deadlines
+ * and the watchdog, which are the library's, end it. A peer may have yet to come: keep what is
+ * posted to it until then. No rank sends to itself. Tags start anew with each pass. Buffers are
+ * host memory. Nothing marks where a pass begins or ends.
  *
  * Channel 0 carries chunks from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan
  * says). Channel 1 is used with RA_CAP_SHARED, and in backward passes, where gradients return on
@@ -1284,7 +1291,8 @@ enum {
                                         * addresses, nothing is packed. A message from another
                                         * process is RA_E_MISMATCH: its addresses are not used */
     RA_CAP_HELPER = 32                 /* sendrecv may be called from a thread of the library while
-                                        * yours compute. A ring or cache has one such thread */
+                                        * yours compute. A ring or cache has one such thread. With
+                                        * RINGATTN_NO_THREADS this is ignored */
 };
 
 typedef struct ra_transport_op {       /* the library's; stays at its address while PENDING */
@@ -1326,8 +1334,9 @@ struct ra_transport {
      * this rank. Both buffers are yours until you return. Both sides of a message use the same tag.
      * Returns RA_OK, or an RA_E_* from RA_E_MISMATCH on (others count as RA_E_IO). Then the ring
      * has failed, and its sentence names both peers. Calls never overlap. abort, quiesce,
-     * error_text: level 0 too. abort should make sendrecv return: otherwise a helper that waits for
-     * a dead peer is left behind when the ring's time for quiescing is over (RA_E_UNSAFE). */
+     * error_text: level 0 too. abort comes during sendrecv and should make it return an error,
+     * and every later call. Otherwise a helper that waits for a dead peer is left behind when the
+     * ring's time for quiescing is over (RA_E_UNSAFE). */
     int (*sendrecv)(void *ctx, int to, const void *s, size_t s_len, int from, void *r, size_t r_len,
                     uint64_t tag, int64_t deadline_ns);
 
@@ -16727,11 +16736,15 @@ static void ra__tp_turn_ends(const ra_transport *t) {
  * Without it, or without threads, each poll makes one: the link then has RA__CAP_BLOCKS, and is
  * polled between steps only. Ranks may differ in this.
  *
- * Failure. A link that fails says so in its next words, and the others report RA_E_ABORTED. A
- * failed sendrecv ends the link at once, and the failure names both ranks of that call. With a
- * helper, abort is passed on in quiesce: when the helper has left sendrecv, or after a second or
- * half of the time that quiesce has. If the helper is still inside at the end of that time, it is
- * left there and the result is RA_E_UNSAFE: ring or cache, thread and buffers are leaked. */
+ * Failure. A link that fails says so in its next words, and the others report RA_E_ABORTED. Both
+ * ranks of a pair judge it by the two words between them: if one has failed, nothing more moves
+ * between them, and both go on with other ranks, to which the second one passes the failure on. A
+ * failed sendrecv ends the link at once, and the failure names both ranks of that call. A helper
+ * that has told all calls the transport's abort and ends. quiesce calls it instead if the helper
+ * takes more than a second, or half of the time that quiesce has. If the helper is still inside at
+ * the end of that time, it is left there and the result is RA_E_UNSAFE: ring or cache, thread and
+ * buffers are leaked. Without a helper a failure goes to the transport's abort at once; if there is
+ * none, quiesce makes the round that tells the others. */
 enum { RA__LINK_OPS = 64, RA__LINK_NAP_NS = 30000, RA__LINK_ANSWER_NS = 1000000000 };
 enum { RA__LINK_NEXT, RA__LINK_MOVED, RA__LINK_ENDED };    /* words of ra_transport_op.scratch:
                                         * the next op in the list; bytes moved; how it ended */

@@ -1101,9 +1101,9 @@ TEST(links_never_deadlock) {
     }
 }
 
-/* One rank is cancelled, and the transport tells nobody. The failure goes from rank to rank, also to
- * those that exchange nothing with the first one, and no helper is left in a sendrecv. Every rank
- * waits for a message from the one before. */
+/* One rank is cancelled, and the transport tells nobody. The failure goes from rank to rank, also
+ * to those that exchange nothing with the first one, and no helper is left in a sendrecv. Every
+ * rank waits for a message from the one before. */
 TEST(links_tell_every_rank_of_a_failure) {
     for (int64_t i = 0; i < (h_run.large ? 500 : 40); i++) {
         h_rng r = h_case_rng(i);
@@ -1144,6 +1144,18 @@ TEST(idle_helpers_quiesce_at_once) {
         ra__link_close(&u);
         CHECK_EQ(mail_close(net), 0);
     }
+}
+
+/* wait sleeps while what was pending still is, whatever else it is given. */
+TEST(link_waits_for_what_is_pending) {
+    ra_transport_op op[2] = { { 0 }, { 0 } }, *list[2] = { &op[0], &op[1] };
+    ra__link u;
+    memset(&u, 0, sizeof u);
+    op[0].state = RA_MSG_DONE;
+    op[1].state = RA_MSG_PENDING;
+    const int64_t until = ra_now_ns() + 3000000;
+    CHECK_EQ(ra__link_wait(&u, list, 2, until), RA_OK);
+    CHECK(ra_now_ns() >= until);
 }
 
 /* With two ranks each call moves as much one way as the other way. */
@@ -1311,6 +1323,7 @@ static const h_test schedule_tests[] = {
     ENTRY(transfers_hide_as_predicted), ENTRY(last_messages_end_no_series),
     ENTRY(loans_end_with_their_series), ENTRY(links_never_deadlock),
     ENTRY(links_tell_every_rank_of_a_failure), ENTRY(idle_helpers_quiesce_at_once),
+    ENTRY(link_waits_for_what_is_pending),
     ENTRY(unequal_messages_move_together),
     ENTRY(figures_of_long_sequences), ENTRY(figures_saturate),
     ENTRY(prefetched_lines_are_those_of_a_stretch),

@@ -1779,7 +1779,7 @@ static int silent_sendrecv(void *ctx, int to, const void *s, size_t s_len, int f
     return RA_E_TIMEOUT;
 }
 
-static ra_cache *silent_cache(int level_0, int64_t watchdog_ns, ra_tensors *t) {
+static ra_cache *silent_cache(int ranks, int level_0, int64_t watchdog_ns, ra_tensors *t) {
     static float room[2000 * 2 * 32], q[4 * 32], o[4 * 32];
     script s = script_new(4, 2, 32, RA_F32, 2000);
     ra_transport net = { 0 };
@@ -1791,8 +1791,9 @@ static ra_cache *silent_cache(int level_0, int64_t watchdog_ns, ra_tensors *t) {
     net.poll = silent_poll;
     net.abort = silent_abort;
     net.quiesce = silent_quiesce;
+    net.caps = RA_CAP_ANY_PEER;
     s.d.tokens = 1;
-    s.d.ranks = 2;
+    s.d.ranks = ranks;
     s.cd.queries = RA_QUERIES_ALL;
     s.cd.travel = RA_INFER_PASS_Q;
     s.cd.watchdog_ns = watchdog_ns;
@@ -1808,7 +1809,7 @@ TEST(watchdogs) {
     for (int i = 0; i < 6; i++) {
         const int level_0 = i % 2, ends = i / 2 == 1, leaves = i / 2 == 2;
         ra_tensors t = { 0 };
-        ra_cache *c = silent_cache(level_0, ends ? 100 * watchdog : watchdog, &t);
+        ra_cache *c = silent_cache(2, level_0, ends ? 100 * watchdog : watchdog, &t);
         const int64_t begin = ra_now_ns();
         int64_t since = begin;
         ra_status s;
@@ -1830,6 +1831,19 @@ TEST(watchdogs) {
                                                      "for rank 1" : "rank 1 is gone or silent"));
         CHECK_EQ(ra_cache_destroy(c), RA_OK);
     }
+}
+
+/* A failed sendrecv names the rank from which it was to receive, whichever message comes first. */
+TEST(failed_sendrecv_names_its_rank) {
+    const int64_t cached = 0, fresh = 1;
+    ra_tensors t = { 0 };
+    ra_cache *c = silent_cache(3, 1, 1000000, &t);
+    ra_status s;
+    CHECK_EQ(ra_infer_begin(c, &t, &cached, &fresh, 0), RA_OK);
+    while ((s = ra_infer_step(c, 0)) > 0) { }
+    CHECK_EQ(s, RA_E_PEER);
+    CHECK(!strcmp(ra_cache_error(c)->text, "rank 2 is gone or silent"));
+    CHECK_EQ(ra_cache_destroy(c), RA_OK);
 }
 
 TEST(refused_page_tokens) {
@@ -2374,6 +2388,7 @@ static const h_test tests[] = {
     ENTRY(chosen_bits), ENTRY(chosen_merges),
     ENTRY(refusals), ENTRY(refused_ranges),
     ENTRY(longest_messages), ENTRY(checksums), ENTRY(watchdogs),
+    ENTRY(failed_sendrecv_names_its_rank),
     ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(new_tokens_in_pages),
     ENTRY(unseen_pages),
     ENTRY(windows_at_the_end_of_tables),
