@@ -1,4 +1,4 @@
-/* ringattn.h - v0.2.0 - exact attention for sequences that do not fit one machine
+/* ringattn.h - v0.3.0 - exact attention for sequences that do not fit one machine
  *
  * One C header for CPUs, without dependencies. It computes attention, forward and backward, on one
  * machine or on a sequence sharded across ranks (ring attention: Liu, Zaharia, Abbeel, arXiv
@@ -304,7 +304,7 @@ extern "C" {
  * Lifetimes. ra_plan_create and ra_cache_create copy arrays of a descriptor; one call on one rank
  * reads them during the call. Destroy rings first, then transports (worlds), then plans. */
 
-#define RINGATTN_VERSION 0x000200      /* major << 16 | minor << 8 | patch */
+#define RINGATTN_VERSION 0x000300      /* major << 16 | minor << 8 | patch */
 #define RA_MAX_POSITION  2147483632    /* every position is below it: kernels use int32 */
 #define RA_BLOCK_TOKENS  64            /* tokens per block */
 #define RA_NO_DEADLINE   0             /* deadlines are absolute: see ra_deadline_ms */
