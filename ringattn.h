@@ -16984,6 +16984,16 @@ static int ra__link_abort(void *ctx, int why) {
     return RA_OK;
 }
 
+/* Leaves the helper in the transport's sendrecv. What it uses is never freed. */
+static int ra__link_leave(ra__link *u) {
+#ifndef RINGATTN_NO_THREADS
+    pthread_detach(u->helper);
+#else
+    (void)u;
+#endif
+    return RA_E_UNSAFE;
+}
+
 static int ra__link_quiesce(void *ctx, int64_t deadline_ns) {
     ra__link *u = (ra__link *)ctx;
     const int64_t begin = ra_now_ns(), most = ra__max(0, ra__time_since(deadline_ns, begin));
@@ -16994,7 +17004,7 @@ static int ra__link_quiesce(void *ctx, int64_t deadline_ns) {
     while (u->helps && !ra__load_i32(&u->out)) {
         const int64_t now = ra_now_ns();
         if (now > told) ra__link_tell(u, ra__load_i32(&u->why));
-        if (now > deadline_ns) return RA_E_UNSAFE;
+        if (now > deadline_ns) return ra__link_leave(u);
         ra__sleep_ns(RA__LINK_NAP_NS);
     }
     u->deadline_ns = deadline_ns;
