@@ -88,7 +88,7 @@ static void *tn_malloc(size_t n) {
 }
 
 static int tn_close(int fd) {
-    tn_closed_0 += fd == 0;
+    if (fd == 0) (void)__atomic_add_fetch(&tn_closed_0, 1, __ATOMIC_RELAXED);
     return close(fd);
 }
 
