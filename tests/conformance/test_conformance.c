@@ -12,6 +12,8 @@
 
 enum { CH_MOST_RINGS = 2, CH_MOST_RANKS = 8, CH_OPS = 64, CH_LOANS = 512,
        CH_PATIENCE_MS = 700 };
+/* The patience with which this process judges; what blocks too long does so by this measure. */
+static int ch_patience_ms = CH_PATIENCE_MS;
 
 /* What is wrong with a transport, named after the rule that it breaks; RIGHT: nothing; and other
  * ways to break a rule. */
@@ -438,11 +440,11 @@ static int ch_look(ch_seat *s, ra_transport_op *const *ops, int n, int *left) {
     if (w->wrong == CH_ANY_THREAD && !failure && s->posted && ch_elsewhere(s)) return RA_OK;
     if (failure && w->wrong == CH_PASS_ENDS && n && ops[0]->len > 4096 && ops[0]->len % 64 == 0 &&
         !s->slow++)
-        cf_sleep_us(2300 * CH_PATIENCE_MS);
+        cf_sleep_us(2300 * ch_patience_ms);
     /* 64 bytes: a rank waits for the frame before the first chunk */
     if (w->wrong == CH_PASS_TIMES_OUT_LATE && n && ops[0]->len == 64 && !failure &&
         s->polls++ == 300)
-        cf_sleep_us(2300 * CH_PATIENCE_MS);
+        cf_sleep_us(2300 * ch_patience_ms);
     pthread_mutex_lock(&w->lock);
     ch_mischief(s, ops, n);
     if (!failure && (w->wrong != CH_VISIBLE || s->polls++ % 50 == 49)) ch_meet_all(s, n > 0);
@@ -485,7 +487,7 @@ static int ch_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadli
 static int ch_abort(void *ctx, int why) {
     ch_seat *s = (ch_seat *)ctx;
     int twice = cf_load(&s->why) != 0;
-    if (s->world->wrong == CH_ABORT_BLOCKS) cf_sleep_us(700 * CH_PATIENCE_MS);
+    if (s->world->wrong == CH_ABORT_BLOCKS) cf_sleep_us(700 * ch_patience_ms);
     if (s->world->wrong != CH_ABORT_PEERS && s->world->wrong != CH_QUIESCE_FORGETS)
         __atomic_add_fetch(&s->world->aborted[s->ring], !twice, __ATOMIC_ACQ_REL);
     cf_store(&s->why, why);
@@ -527,7 +529,7 @@ static int ch_quiesce(void *ctx, int64_t deadline_ns) {
     if (s->world->wrong == CH_QUIESCE_ONCE && s->quiesces++ > 1) return RA_E_UNSAFE;
     if (s->world->wrong != CH_QUIESCE_FORGETS) ch_purge(s);
     cf_store(&s->why, cf_load(&s->why) ? cf_load(&s->why) : RA_E_ABORTED);
-    if (s->world->wrong == CH_QUIESCE_DEADLINE) cf_sleep_us(700 * CH_PATIENCE_MS);
+    if (s->world->wrong == CH_QUIESCE_DEADLINE) cf_sleep_us(700 * ch_patience_ms);
     if (s->world->wrong == CH_QUIET && s->last &&
         !pthread_create(&id, NULL, ch_late_write, s->last))
         pthread_detach(id);
@@ -892,7 +894,7 @@ static int found_in(int wrong, int times) {
     cf_maker m = chaos(&kind, wrong, level);
     int first;
     if (!report) abort();
-    m.patience_ms = times * CH_PATIENCE_MS;
+    m.patience_ms = ch_patience_ms = times * CH_PATIENCE_MS;
     m.most_ranks = ranks_for(wrong);
     m.tells_peers = wrong != CF_ABORT_PENDING && wrong != CH_ABORT_KEEPS_SENDS &&
                     wrong != CH_QUIESCE_FORGETS;
