@@ -18636,7 +18636,7 @@ static ra_status ra__ring_fail_context(ra_ring *r, int code) {
     ra__blame why = ra__ring_awaits(r);
     if (u && (u->peer[0] >= 0 || u->peer[1] >= 0)) {   /* a sendrecv with these two */
         const int32_t to = u->peer[0], from = u->peer[1];
-        if (why.peer != (from >= 0 ? from : to))
+        if (why.peer != (from >= 0 ? from : to) || why.sending != (from < 0))
             why = ra__blame_of(from >= 0 ? from : to, from < 0, 0, -1);
         if (to >= 0 && to != why.peer) why.to = to;
     }
