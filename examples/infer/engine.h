@@ -31,6 +31,8 @@ typedef struct infer_options {         /* 0: the default */
     int32_t cache_dtype;               /* RA_F32 (0), RA_F16, RA_BF16, RA_Q8_0 */
     int64_t predict;                   /* tokens to generate at most */
     int32_t speculate;                 /* tokens that a call verifies; 0, 1: no guesses */
+    int32_t integers;                  /* 1: decoding multiplies weights in q8_0 by integers, faster
+                                        * and with logits off by up to 1e-3 */
     float temperature;                 /* 0: the likeliest token */
     int32_t top_k;                     /* 0: all */
     float top_p;                       /* 0: all */
@@ -154,7 +156,8 @@ static inline int infer_shared(const infer_engine *e, int32_t *out, const char *
         { "the type of the cache", (uint64_t)o->cache_dtype },
         { "the context", (uint64_t)o->context },
         { "the chunk", (uint64_t)o->chunk }, { "the tokens to predict", (uint64_t)o->predict },
-        { "the tokens per call", (uint64_t)o->speculate }, { "the lanes", (uint64_t)o->lanes },
+        { "the tokens per call", (uint64_t)o->speculate }, { "--integers", (uint64_t)o->integers },
+        { "the lanes", (uint64_t)o->lanes },
         { "the seed", o->seed }, { "the seed", o->seed >> 32 },
         { "the temperature", infer_hash(start, &o->temperature, 4) },
         { "top-k, top-p or min-p", infer_hash(start, &o->top_k, 4) ^
@@ -319,14 +322,17 @@ static inline void infer_turns(const infer_rank *r, int windowed, int64_t first)
     }
 }
 
-/* y = w x + bias, for this rank's rows from `from` on. bias: may be null. In decoding, matrices of
- * integers are multiplied by integers. */
+static inline int infer_integers(const infer_rank *r) {
+    return r->e->o.integers && r->decoding == INFER_DECODE;
+}
+
+/* y = w x + bias, for this rank's rows from `from` on. bias: may be null. */
 static inline void infer_product(const infer_rank *r, const matrix *w, const float *bias,
                                  const float *x, float *y, int64_t from) {
     pool *p = &r->e->workers;
     x += from * w->columns;
     y += from * w->rows;
-    if (r->decoding == INFER_DECODE) matmul_decode(p, w, x, y, r->owned - from, r->scratch);
+    if (infer_integers(r)) matmul_decode(p, w, x, y, r->owned - from, r->scratch);
     else matmul_run(p, w, x, y, r->owned - from, r->scratch);
     for (int64_t i = 0; i < r->owned - from && bias; i++)
         for (int64_t j = 0; j < w->rows; j++) y[i * w->rows + j] += bias[j];
@@ -474,7 +480,7 @@ static inline ra_status infer_head(infer_rank *r, int64_t first) {
     for (int64_t at = from; at < r->owned; at += INFER_HEAD_ROWS) {
         const int64_t most = INFER_HEAD_ROWS, n = r->owned - at < most ? r->owned - at : most;
         const float *y = r->y + at * m->hidden;
-        if (r->decoding == INFER_DECODE) matmul_decode(p, &m->output, y, r->logits, n, r->scratch);
+        if (infer_integers(r)) matmul_decode(p, &m->output, y, r->logits, n, r->scratch);
         else matmul_run(p, &m->output, y, r->logits, n, r->scratch);
         for (int64_t i = 0; i < n; i++) {
             const int64_t token = r->own[at + i];
