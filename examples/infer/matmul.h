@@ -787,18 +787,44 @@ MATMUL_NAME(matmul_blocks_apart)(const matmul *m, int64_t row, int64_t end) {
     MATMUL_NAME(matmul_blocks)(m, row, end, &block);
 }
 
+/* A function per type: compiled without optimisation, the frame of each holds every tile of it. */
+static __attribute__((noinline, unused)) MATMUL_TARGET void
+MATMUL_NAME(matmul_few_integers)(const matmul *m, int64_t row, int64_t end) {
+    MATMUL_NAME(matmul_few)(m, row, end, RA_Q8_0, 1);
+}
+
+static __attribute__((noinline, unused)) MATMUL_TARGET void
+MATMUL_NAME(matmul_few_f32)(const matmul *m, int64_t row, int64_t end) {
+    MATMUL_NAME(matmul_few)(m, row, end, RA_F32, 0);
+}
+
+static __attribute__((noinline, unused)) MATMUL_TARGET void
+MATMUL_NAME(matmul_few_f16)(const matmul *m, int64_t row, int64_t end) {
+    MATMUL_NAME(matmul_few)(m, row, end, RA_F16, 0);
+}
+
+static __attribute__((noinline, unused)) MATMUL_TARGET void
+MATMUL_NAME(matmul_few_bf16)(const matmul *m, int64_t row, int64_t end) {
+    MATMUL_NAME(matmul_few)(m, row, end, RA_BF16, 0);
+}
+
+static __attribute__((noinline, unused)) MATMUL_TARGET void
+MATMUL_NAME(matmul_few_q8_0)(const matmul *m, int64_t row, int64_t end) {
+    MATMUL_NAME(matmul_few)(m, row, end, RA_Q8_0, 0);
+}
+
 static inline MATMUL_TARGET void MATMUL_NAME(matmul_work)(const matmul *m, int64_t piece) {
     const int64_t from = piece * m->piece;
     const int64_t end = from + m->piece < m->w->rows ? from + m->piece : m->w->rows;
     const int32_t dtype = m->w->dtype;
-    if (m->whole) MATMUL_NAME(matmul_few)(m, from, end, RA_Q8_0, 1);
+    if (m->whole) MATMUL_NAME(matmul_few_integers)(m, from, end);
     else if (!m->few && pthread_equal(pthread_self(), m->caller))
         MATMUL_NAME(matmul_blocks)(m, from, end, m->own);
     else if (!m->few) MATMUL_NAME(matmul_blocks_apart)(m, from, end);
-    else if (dtype == RA_F32) MATMUL_NAME(matmul_few)(m, from, end, RA_F32, 0);
-    else if (dtype == RA_F16) MATMUL_NAME(matmul_few)(m, from, end, RA_F16, 0);
-    else if (dtype == RA_BF16) MATMUL_NAME(matmul_few)(m, from, end, RA_BF16, 0);
-    else MATMUL_NAME(matmul_few)(m, from, end, RA_Q8_0, 0);
+    else if (dtype == RA_F32) MATMUL_NAME(matmul_few_f32)(m, from, end);
+    else if (dtype == RA_F16) MATMUL_NAME(matmul_few_f16)(m, from, end);
+    else if (dtype == RA_BF16) MATMUL_NAME(matmul_few_bf16)(m, from, end);
+    else MATMUL_NAME(matmul_few_q8_0)(m, from, end);
 }
 
 /* e^x within 2 ulp where |x| < 87; beyond that the power of 87 or -87. x = k ln 2 + f, |f| <=
