@@ -412,9 +412,14 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);      /* "avx512"; never null 
  * [batch][token][head][dim]:
  *     head_stride    one row
  *     token_stride   heads * head_stride
- *     batch_stride   token_stride * the rows of this rank's longest sequence
- * Set batch_stride if sequences have room to grow, as in a cache. Set token_stride and head_stride
- * for [batch][head][token][dim].
+ *     batch_stride   token_stride * rows, or if that is 0 the rows of this rank's longest sequence
+ * Set batch_stride or rows if sequences have room to grow, as in a cache. Set token_stride and
+ * head_stride for [batch][head][token][dim].
+ *
+ * rows is how many rows per sequence (with pages: per page) the memory at data has; 0: not said.
+ * Say it and a call that needs more is refused. A ring refuses every other number than the rows
+ * of its rank, which ra_plan_q_runs and ra_plan_k_runs list: such a shard was cut for another
+ * layout.
  *
  * The memory stays yours. Until the pass is done it must not move, and inputs must not change. Any
  * alignment that suits the element will do. Inputs may overlap one another, and the sequences of
@@ -426,8 +431,10 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);      /* "avx512"; never null 
  * A rank's shard can be a view into a tensor of the whole sequence if the layout is CONTIGUOUS or
  * STRIPED. STRIPED: data is at row `rank`, and token_stride is that of `ranks` rows. A ZIGZAG shard
  * has two pieces: copy them into one buffer. */
-typedef struct ra_in  { const void *data; int64_t batch_stride, token_stride, head_stride; } ra_in;
-typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, head_stride; } ra_out;
+typedef struct ra_in  { const void *data; int64_t batch_stride, token_stride, head_stride, rows; }
+        ra_in;
+typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, head_stride, rows; }
+        ra_out;
 
 /* -------------------------------------------------------------------------- positions
  * A run is `count` rows at positions first, first + stride, ... (stride 0: 1). */
@@ -10090,7 +10097,8 @@ enum { RA__TENSOR_Q, RA__TENSOR_K, RA__TENSOR_V, RA__TENSOR_O, RA__TENSOR_LSE, R
 typedef struct ra__tensor {
     const char *field;
     ra_in in;                          /* outputs too */
-    int64_t batch, rows, heads, dim;
+    int64_t batch, rows, heads, dim;   /* rows: that the call reads or writes */
+    int64_t room;                      /* rows that the memory has, if the caller says so: rows */
     int32_t dtype, writable;
 } ra__tensor;
 
@@ -10130,6 +10138,7 @@ RA__INLINE void ra__tensor_of(const ra_desc *d, const ra_tensors *t, const ra__r
         x->batch = t->pages.count;
         if (x->rows) x->rows = d->page_tokens;
     }
+    x->room = x->in.rows ? x->in.rows : x->rows;
 }
 #undef RA__TENSOR
 
@@ -10165,7 +10174,7 @@ static int ra__step_too_short(const int64_t *step, const int64_t *count, int n, 
  * with their defaults. row: bytes of a row. */
 RA__NOINLINE ra_status ra__check_strides(const ra__tensor *x, const int64_t step[3], int64_t row,
                                          ra_error *e) {
-    const int64_t count[3] = { x->batch, x->rows, x->heads };
+    const int64_t count[3] = { x->batch, x->room, x->heads };
     const int outer = !x->writable;    /* the first step that matters */
     for (int i = 2; !x->writable && i > 0; i--)
         if (count[i] > 1 && step[i] < row && x->rows)
@@ -10184,10 +10193,14 @@ RA__NOINLINE ra_status ra__check_strides(const ra__tensor *x, const int64_t step
 /* Checks a tensor and fills in default strides: each is the extent of what it repeats. */
 static ra_status ra__view_check(const ra__tensor *x, ra__view *out, ra_error *e) {
     const int64_t stride[3] = { x->in.batch_stride, x->in.token_stride, x->in.head_stride };
-    const int64_t count[3] = { x->batch, x->rows, x->heads };
+    const int64_t count[3] = { x->batch, x->room, x->heads };
     const int64_t element = ra__element(x->dtype), row = ra__row_bytes(x->dtype, x->dim);
     const int64_t any = stride[0] | stride[1] | stride[2];
     int64_t step[3], extent, span = row;
+    if (x->room < x->rows)
+        return ra__refuse_part(e, RA_E_SHAPE, x->field, ".rows",
+                               "# is less than @, the rows of a sequence that this call has here",
+                               x->room, x->rows);
     if (any < 0 || (any & (element - 1))) return ra__refuse_stride(x, stride, element, e);
     RA__UNROLL for (int i = 2; i >= 0; i--) {
         step[i] = stride[i] ? stride[i] : span;
@@ -10251,6 +10264,7 @@ typedef struct ra__region {
 /* The region of a tensor that has memory. Dimensions without gaps are part of the pieces. */
 static ra__region ra__region_of(const ra__tensor *x) {
     const int64_t stride[3] = { x->in.head_stride, x->in.token_stride, x->in.batch_stride };
+    const int64_t room[3] = { x->heads, x->room, x->batch };
     const int64_t count[3] = { x->heads, x->rows, x->batch };
     int64_t span = ra__row_bytes(x->dtype, x->dim);
     int32_t dense = 0;
@@ -10260,7 +10274,7 @@ static ra__region ra__region_of(const ra__tensor *x) {
     for (int i = 0; i < 3; i++) {
         const int64_t step = stride[i] ? stride[i] : span;
         int32_t at = r.steps;
-        span = ra__max(span, count[i] * step);
+        span = ra__max(span, room[i] * step);
         if (count[i] == 1) continue;
         for (; at > 0 && r.step[at - 1] > step; at--) {
             r.step[at] = r.step[at - 1];
@@ -19630,6 +19644,20 @@ static ra_status ra__begin_check_job(ra_ring *r, const ra_job *job) {
     return x.status || !r->has_transport || !back ? x.status : ra__tp_check_back(&r->tp, p, e);
 }
 
+/* A shard has the rows of its rank: with more or less it was cut for another layout. */
+static ra_status ra__begin_check_rows(const ra_desc *d, const ra_tensors *t,
+                                      const ra__row_counts *rows, ra_error *e) {
+    for (int which = 0; which < RA__TENSORS; which++) {
+        ra__tensor x;
+        ra__tensor_of(d, t, rows, which, &x);
+        if (x.room != x.rows)
+            return ra__refuse_part(e, RA_E_SHAPE, x.field, ".rows",
+                                   "# is not @, the rows that this rank holds: ra_plan_q_runs "
+                                   "and ra_plan_k_runs list them", x.room, x.rows);
+    }
+    return RA_OK;
+}
+
 /* Checks a job and its tensors. */
 static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra__view kv[2]) {
     ra_error *e = &r->refusal;
@@ -19640,7 +19668,8 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
     const ra__row_counts rows = { p->report.q_rows, p->report.k_rows };
     const int back = job->pass == RA_PASS_BACKWARD;
     ra__extent extent[RA__TENSOR_LSE + 1];
-    s = ra__check_tensors(&p->d, t, &rows, w, kv, extent, e);
+    s = ra__begin_check_rows(&p->d, t, &rows, e);
+    if (!s) s = ra__check_tensors(&p->d, t, &rows, w, kv, extent, e);
     if (!s) s = ra__check_outputs(&p->d, t, &rows, w, back ? NULL : extent, e);
     if (!s && back) s = ra__begin_grads(r, p, t, e);
     if (s) return s;
@@ -23087,7 +23116,7 @@ static void ra__partial_merge(const ra_cache *c, const ra__cache_portion *x, ra_
 
 /* A view as a caller would give it. */
 static ra_in ra__view_in(ra__view v) {
-    const ra_in in = { v.data, v.batch, v.token, v.head };
+    const ra_in in = { v.data, v.batch, v.token, v.head, 0 };
     return in;
 }
 

@@ -32,7 +32,8 @@ struct ggml_tensor { int64_t ne[4]; size_t nb[4]; struct ggml_tensor *src[4]; vo
 struct ring_op { void *workspace; size_t bytes; int32_t kv_dtype; ra_status status[64]; };
 
 static ra_in view(const struct ggml_tensor *x) {
-    const ra_in v = { x->data, (int64_t)x->nb[3], (int64_t)x->nb[1], (int64_t)x->nb[2] };
+    const ra_in v = { x->data, (int64_t)x->nb[3], (int64_t)x->nb[1], (int64_t)x->nb[2],
+                      x->ne[1] };
     return v;
 }
 

@@ -149,13 +149,13 @@ static H_FAST uint64_t view_hash(const view *v) {
 }
 
 static H_FAST ra_in view_in(const view *v) {
-    ra_in in = { v->mem + v->base, v->batch, v->token, v->head };
+    ra_in in = { v->mem + v->base, v->batch, v->token, v->head, 0 };
     if (v->packed) in.batch_stride = in.token_stride = in.head_stride = 0;
     return in;
 }
 
 static H_FAST ra_out view_out(const view *v) {
-    ra_out out = { v->mem + v->base, v->batch, v->token, v->head };
+    ra_out out = { v->mem + v->base, v->batch, v->token, v->head, 0 };
     if (v->packed) out.batch_stride = out.token_stride = out.head_stride = 0;
     return out;
 }

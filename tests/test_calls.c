@@ -776,6 +776,69 @@ TEST(shards_of_a_shared_tensor) {
     }
 }
 
+/* Rows 0..333 and so on are no zigzag shards of 1000 tokens, which have 360, 384 and 256 rows. */
+static ra_status thirds_rank(ra_world *of, int rank, void *user) {
+    static const int held[3] = { 360, 384, 256 };
+    static float q[3][384][8], o[3][384][8];
+    char words[64];
+    ra_error e = { 0 };
+    ra_desc d = ra_desc_make(1, 1, 8, RA_F32, RA_MASK_CAUSAL);
+    ra_tensors t = { 0 };
+    (void)user;
+    d.tokens = 1000;
+    d.ranks = 3;
+    d.rank = rank;
+    d.layout.kind = RA_LAYOUT_ZIGZAG;
+    d.error = &e;
+    t.q.data = t.k.data = t.v.data = q[rank];
+    t.o.data = o[rank];
+    t.k.rows = 334;
+    if (ra_ring_once(&d, ra_world_transport(of, rank), &t, RA_NO_DEADLINE) != RA_E_SHAPE) return 1;
+    snprintf(words, sizeof words, "334 is not %d, the rows that this rank holds", held[rank]);
+    if (strcmp(e.field, "t.k.rows") || strncmp(e.text, words, strlen(words))) return 1;
+    t.q.rows = t.k.rows = t.v.rows = t.o.rows = held[rank];
+    return ra_ring_once(&d, ra_world_transport(of, rank), &t, RA_NO_DEADLINE);
+}
+
+TEST(rows_of_a_shard) { CHECK_EQ(ra_world_run(3, thirds_rank, NULL, NULL), RA_OK); }
+
+/* A cache with room for 64 tokens per sequence, of which 10 are there. With rows, batch_stride may
+ * stay 0; without, that would be 10 rows. */
+TEST(rows_of_a_buffer) {
+    enum { ROOM = 64, KEYS = 10 };
+    static float cache[2][ROOM][2][8], q[2][4][8], o[3][2][4][8];
+    h_rng r = h_case_rng(0);
+    ra_error e = { 0 };
+    ra_desc d = ra_desc_make(4, 2, 8, RA_F32, RA_MASK_CAUSAL);
+    ra_tensors t = { 0 };
+    for (int i = 0; i < 2 * ROOM * 16; i++) cache[0][0][0][i] = (float)h_normal(&r);
+    for (int i = 0; i < 2 * 32; i++) q[0][0][i] = (float)h_normal(&r);
+    d.sequences = 2;
+    d.tokens = 1;
+    d.q_offset = KEYS - 1;
+    d.error = &e;
+    t.q.data = q;
+    t.k.data = t.v.data = cache;
+    for (int i = 0; i < 3; i++) {
+        t.o.data = o[i];
+        t.k.rows = t.v.rows = i == 1 ? ROOM : 0;
+        t.k.batch_stride = t.v.batch_stride = i == 0 ? (int64_t)sizeof cache[0] : 0;
+        CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
+    }
+    CHECK_BITS(o[1], o[0], sizeof o[0]);
+    CHECK(memcmp(o[2], o[0], sizeof o[0]) != 0);    /* what rows is for */
+    t.k.rows = KEYS - 1;
+    CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_E_SHAPE);
+    CHECK(!strcmp(e.field, "t.k.rows") && !strncmp(e.text, "9 is less than 10, ", 19));
+    t.k.rows = 0;
+    t.o.rows = 2;                      /* rows of a head that are there, but not read, count too */
+    t.o.token_stride = 8 * 4;
+    t.o.head_stride = 8 * 4;
+    CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_E_STRIDE);
+    t.o.head_stride = 2 * 8 * 4;
+    CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
+}
+
 /* The statuses of ra_attention_simple, one by one. */
 TEST(refusals_of_simple) {
     static float x[64];
@@ -805,7 +868,8 @@ static const h_test tests[] = {
     ENTRY(lse_without_keys), ENTRY(rows_that_fit_the_stack), ENTRY(array_ignores_tokens),
     ENTRY(batch_stride_beside_others), ENTRY(gradients_in_one_buffer),
     ENTRY(one_workspace_for_both), ENTRY(one_workspace_for_smaller_calls),
-    ENTRY(shards_of_a_shared_tensor), ENTRY(refusals_of_simple),
+    ENTRY(shards_of_a_shared_tensor), ENTRY(rows_of_a_shard), ENTRY(rows_of_a_buffer),
+    ENTRY(refusals_of_simple),
     ENTRY(hidden_heads_on_any_threads),
     ENTRY(error_of_f32), ENTRY(bias_at_the_end_of_f32),
     ENTRY(packed_by_the_longest), ENTRY(strides_of_the_longest),

@@ -433,7 +433,7 @@ static void crew_wants(crew *c, int tokens) {
         team_plans(t);
         c->floats = t->part[0].q_rows * 2 * 8;
         for (int r = 0; r < c->ranks; r++) {
-            ra_out packed = { NULL, 0, 0, 0 };
+            ra_out packed = { NULL, 0, 0, 0, 0 };
             CHECK_EQ(t->part[r].q_rows, tokens / c->ranks);
             view_free(&t->part[r].o);
             view_free(&t->part[r].lse);

@@ -354,7 +354,7 @@ static int is_view(const struct ggml_tensor *n) {
 
 static ra_in view_of(const struct ggml_tensor *x) {
     const ra_in v = { x->data, x->ne[3] > 1 ? (int64_t)x->nb[3] : 0, (int64_t)x->nb[1],
-                      (int64_t)x->nb[2] };
+                      (int64_t)x->nb[2], 0 };
     return v;
 }
 
