@@ -777,10 +777,11 @@ RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
  *
  * workspace: ra_attention_bytes(d, nth) bytes at any address, which need not be cleared. It serves
  * one call at a time: all nth threads must have returned before any of them begins the next. If
- * some of the nth threads did not make a call, zero the workspace before the next one. Forward and
- * backward may share a workspace of the larger size. With nth = 1 it may be null if k_dim + v_dim
- * is at most 512, or 256 if K or V is not f32. Longer rows may be refused. Such a call uses up to
- * 256 KiB of stack (384 with pages), and 128 KiB more in a program without optimisation. */
+ * some of the nth threads did not make a call, rows are missing, and the next call is refused with
+ * RA_E_STATE and their numbers: zero the workspace. Forward and backward may share a workspace of
+ * the larger size. With nth = 1 it may be null if k_dim + v_dim is at most 512, or 256 if K or V is
+ * not f32. Longer rows may be refused. Such a call uses up to 256 KiB of stack (384 with pages),
+ * and 128 KiB more in a program without optimisation. */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
 
@@ -13686,7 +13687,8 @@ static int ra__decode_last(int64_t *done, int nth) {
     }
 }
 
-/* All tasks of a thread. shared: with several threads, a counter in 64 bytes, then the slots. */
+/* All tasks of a thread. shared: with several threads, a counter in 64 bytes (ra__shared_words),
+ * then the slots. */
 static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, uint8_t *shared,
                            ra__thread who) {
     const int64_t row = ra__row_bytes(c->d.k_dtype, c->d.k_dim) +
@@ -13730,9 +13732,18 @@ enum { RA__STACK_PAGED = 320 * 1024 };         /* with 512 gathered floats of ea
 /* Sizes of workspaces. None is larger for fewer tokens, keys, sequences or threads, and all provide
  * for the forms that smaller calls take. So the workspace of the largest call serves all. */
 
-/* Bytes that nth threads share, before those of each. */
+/* What nth threads share, before the bytes of each. */
+typedef struct ra__shared_words {
+    int64_t done;                      /* see ra__decode_last */
+    int64_t roll;                      /* see ra__roll_call */
+    int64_t unused[6];                 /* to 64 bytes */
+} ra__shared_words;
+
+RA__INLINE int64_t ra__shared_bytes(int nth) {
+    return nth == 1 ? 0 : (int64_t)sizeof(ra__shared_words);
+}
 static int64_t ra__local_shared(const ra_desc *d, int nth) {
-    return nth == 1 ? 0 : 64 + ra__decode_slots(d);
+    return nth == 1 ? 0 : ra__shared_bytes(nth) + ra__decode_slots(d);
 }
 
 /* Bytes of each thread. */
@@ -13773,6 +13784,39 @@ static ra_status ra__check_workspace(void *workspace, size_t bytes, int64_t shar
     if (!enough) return RA_E_OVERFLOW;
     return ra__refuse_pair(e, RA_E_WORKSPACE, "workspace", "has @ bytes, but this call needs #",
                            (int64_t)enough, (int64_t)bytes);
+}
+
+/* Threads of the last call that did not call. seen: see ra__roll_call. */
+RA__COLD ra_status ra__refuse_roll(int64_t seen, ra_error *e) {
+    const int32_t nth = (int32_t)(seen >> 36 & 4095) + 1, count = (int32_t)(seen >> 24 & 4095);
+    const char *next = ": ith #";
+    (void)ra__refuse_pair(e, RA_E_STATE, "workspace",
+                          "the last call had nth #, but @ of them did not call", nth, nth - count);
+    for (int32_t i = 0; i < 24 && i < nth; i++)
+        if (!(seen >> i & 1)) {
+            ra__refuse_more(e, next, i, 0);
+            next = ", #";
+        }
+    ra__refuse_more(e, "; all must call. Zero the workspace before the next call", 0, 0);
+    return RA_E_STATE;
+}
+
+/* Every thread of a call reports here as it begins. One that has reported since the last complete
+ * call is refused: then others did not call, and their rows are missing. *roll need not be cleared:
+ * a value without the mark counts as 0. It has, from the top, 16 bits of the mark, which as a
+ * floating-point number is NaN, 12 of nth - 1, 12 of how many threads have reported, and 24 that
+ * say which of ith 0..23 have. */
+static ra_status ra__roll_call(int64_t *roll, ra__thread who, ra_error *e) {
+    const int64_t mark = -91, bit = who.ith < 24 ? (int64_t)1 << who.ith : 0;
+    for (;;) {
+        const int64_t seen = ra__load_i64(roll);
+        const int64_t known = seen >> 48 == mark ? seen & (((int64_t)1 << 48) - 1) : 0;
+        const int64_t count = known >> 24 & 4095, all = (int64_t)(who.nth - 1) << 36;
+        int64_t next = all | (count + 1) << 24 | (known & 0xffffff) | bit;
+        if (count && (known >> 36 != who.nth - 1 || (known & bit))) return ra__refuse_roll(seen, e);
+        if (count + 1 == who.nth) next = 0;
+        if (ra__cas_i64(roll, seen, next | mark * ((int64_t)1 << 48))) return RA_OK;
+    }
 }
 
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth) {
@@ -13842,6 +13886,7 @@ static ra_status ra__local_call(const ra__local *c, void *workspace, size_t byte
     shared = ra__local_shared(&c->d, who.nth);
     need = ra__local_bytes(&c->d);
     s = ra__check_workspace(workspace, bytes, shared, need, who.nth, e, &base);
+    if (!s && who.nth > 1) s = ra__roll_call(&((ra__shared_words *)(void *)base)->roll, who, e);
     if (s) return s;
     uint8_t *memory = base + shared + need * who.ith;
     const int32_t heads = ra__decode_heads(&c->d, who.nth);
@@ -14185,11 +14230,14 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
 /* Points *memory at the memory of thread ith, or refuses. */
 static ra_status ra__back_workspace(const ra_desc *d, void *workspace, size_t bytes,
                                     ra__thread who, uint8_t **memory) {
-    const int64_t need = ra__back_bytes(d);
+    const int64_t need = ra__back_bytes(d), shared = ra__shared_bytes(who.nth);
+    uint8_t *base = NULL;
     ra_status s = ra__check_who(who, d->error);
     if (!s && !workspace) s = ra__refuse(d->error, RA_E_NULL, "workspace", "is required", 0);
-    if (!s) s = ra__check_workspace(workspace, bytes, 0, need, who.nth, d->error, memory);
-    if (!s) *memory += need * who.ith;
+    if (!s) s = ra__check_workspace(workspace, bytes, shared, need, who.nth, d->error, &base);
+    if (!s && who.nth > 1)
+        s = ra__roll_call(&((ra__shared_words *)(void *)base)->roll, who, d->error);
+    if (!s) *memory = base + shared + need * who.ith;
     return s;
 }
 
@@ -14202,7 +14250,7 @@ RINGATTN_API size_t ra_attention_backward_bytes(const ra_desc *d, int nth) {
         ra__refuse(d->error, RA_E_SHAPE, "train", "must be 1 for gradients, is #", c.d.train);
         return 0;
     }
-    return ra__workspace_bytes(0, ra__back_bytes(&c.d), nth, d->error);
+    return ra__workspace_bytes(ra__shared_bytes(nth), ra__back_bytes(&c.d), nth, d->error);
 }
 
 RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors *t,

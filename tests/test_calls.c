@@ -720,6 +720,54 @@ TEST(one_workspace_for_smaller_calls) {
     }
 }
 
+/* Calls with a workspace, forward or backward, of the threads `from` to `to` of nth. */
+static ra_status some_threads(shared *x, int back, int from, int to, int nth) {
+    ra_status s = RA_OK;
+    for (int ith = from; ith < to && !s; ith++)
+        s = back ? ra_attention_backward(&x->d, &x->t, x->w.at, x->w.bytes, ith, nth)
+                 : ra_attention(&x->d, &x->t, x->w.at, x->w.bytes, ith, nth);
+    return s;
+}
+
+/* A call that lacks threads is noticed by the next one with its workspace, forward or backward.
+ * Complete calls of any number of threads follow one another, whatever was there before. */
+TEST(threads_that_did_not_call) {
+    static const struct { int from, to, nth; const char *words; } lacks[4] = {
+        { 0, 1, 2, "the last call had nth 2, but 1 of them did not call: ith 1; all" },
+        { 0, 2, 4, "the last call had nth 4, but 2 of them did not call: ith 2, 3; all" },
+        { 1, 3, 3, "the last call had nth 3, but 1 of them did not call: ith 0; all" },
+        { 0, 26, 40, "the last call had nth 40, but 14 of them did not call; all" } };
+    h_rng r = h_case_rng(0);
+    shared x;
+    ra_error e = { 0 };
+    ra_desc most;
+    shared_open(&x, 2, 40, &r);
+    free(x.w.raw);
+    most = x.d;
+    x.w = block_new(ra_attention_backward_bytes(&most, 40) + ra_attention_bytes(&most, 40), 0xA5);
+    x.d.error = &e;
+    for (int i = 0; i < 4; i++)
+        for (int first = 0; first < 2; first++) for (int second = 0; second < 2; second++) {
+            const int nth = lacks[i].nth;
+            memset(x.w.at, first ? 0xff : 0, x.w.bytes);
+            for (int k = 0; k < 6; k++)
+                CHECK_EQ(some_threads(&x, k & 1, 0, 1 + k % nth, 1 + k % nth), RA_OK);
+            CHECK_EQ(some_threads(&x, first, 0, nth, nth), RA_OK);
+            CHECK_EQ(some_threads(&x, first, lacks[i].from, lacks[i].to, nth), RA_OK);
+            e.text[0] = 0;
+            if (lacks[i].from)
+                CHECK_EQ(some_threads(&x, second, 0, 2, nth + 1), RA_E_STATE);
+            else
+                CHECK_EQ(some_threads(&x, second, 0, 1, nth), RA_E_STATE);
+            CHECK(!strcmp(e.field, "workspace"));
+            if (!CHECK(!strncmp(e.text, lacks[i].words, strlen(lacks[i].words))))
+                printf("    %s\n", e.text);
+            memset(x.w.at, 0, x.w.bytes);
+            CHECK_EQ(some_threads(&x, second, 0, nth, nth), RA_OK);
+        }
+    shared_close(&x);
+}
+
 /* Three ranks on tensors that they share: shards of CONTIGUOUS and STRIPED are views. */
 typedef struct hall { shared x; int32_t layout; float *o; } hall;
 static ra_status hall_rank(ra_world *of, int rank, void *user) {
@@ -868,8 +916,8 @@ static const h_test tests[] = {
     ENTRY(lse_without_keys), ENTRY(rows_that_fit_the_stack), ENTRY(array_ignores_tokens),
     ENTRY(batch_stride_beside_others), ENTRY(gradients_in_one_buffer),
     ENTRY(one_workspace_for_both), ENTRY(one_workspace_for_smaller_calls),
-    ENTRY(shards_of_a_shared_tensor), ENTRY(rows_of_a_shard), ENTRY(rows_of_a_buffer),
-    ENTRY(refusals_of_simple),
+    ENTRY(threads_that_did_not_call), ENTRY(shards_of_a_shared_tensor), ENTRY(rows_of_a_shard),
+    ENTRY(rows_of_a_buffer), ENTRY(refusals_of_simple),
     ENTRY(hidden_heads_on_any_threads),
     ENTRY(error_of_f32), ENTRY(bias_at_the_end_of_f32),
     ENTRY(packed_by_the_longest), ENTRY(strides_of_the_longest),
