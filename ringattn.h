@@ -414,7 +414,7 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);      /* "avx512"; never null 
  *     token_stride   heads * head_stride
  *     batch_stride   token_stride * rows, or if that is 0 the rows of this rank's longest sequence
  * Set batch_stride or rows if sequences have room to grow, as in a cache. Set token_stride and
- * head_stride for [batch][head][token][dim].
+ * head_stride for [batch][head][token][dim]: a head_stride alone, other than one row, is refused.
  *
  * rows is how many rows per sequence (with pages: per page) the memory at data has; 0: not said.
  * Say it and a call that needs more is refused. A ring refuses every other number than the rows
@@ -10171,7 +10171,25 @@ static int ra__step_too_short(const int64_t *step, const int64_t *count, int n, 
     return -1;
 }
 
-/* Rows of a tensor must not overlap, except those of different sequences in an input. step: strides
+/* Refuses stride i, with which rows overlap, or the one inside which it follows from, and says what
+ * strides are without gaps. least: bytes that it needs. */
+RA__COLD ra_status ra__refuse_overlap(const ra__tensor *x, const int64_t step[3], int i,
+                                      int64_t least, ra_error *e) {
+    const int64_t given[3] = { x->in.batch_stride, x->in.token_stride, x->in.head_stride };
+    const int64_t row = ra__row_bytes(x->dtype, x->dim), token = x->heads * row;
+    const int64_t packed[3] = { x->room * token, token, row };
+    while (i > 0 && !given[i]) i--;
+    (void)ra__refuse_pair(e, RA_E_STRIDE, x->field,
+                          "stride # makes rows overlap: it must be at least @ here. Packed, rows ",
+                          step[i], step[i] < packed[i] ? packed[i] : least);
+    ra__refuse_more(e, "of # RA_@ are ", x->dim, x->dtype);
+    ra__refuse_more(e, "# bytes per head, @ per token, ", packed[2], packed[1]);
+    ra__refuse_more(e, "# per sequence", packed[0], 0);
+    return RA_E_STRIDE;
+}
+
+/* Rows of a tensor must not overlap, except those of different sequences in an input. A stride of
+ * heads alone says nothing about tokens: their default would be beyond all heads. step: strides
  * with their defaults. row: bytes of a row. */
 RA__NOINLINE ra_status ra__check_strides(const ra__tensor *x, const int64_t step[3], int64_t row,
                                          ra_error *e) {
@@ -10185,10 +10203,12 @@ RA__NOINLINE ra_status ra__check_strides(const ra__tensor *x, const int64_t step
     if (!x->rows) return RA_OK;
     int64_t inner;
     const int bad = ra__step_too_short(step + outer, count + outer, 3 - outer, row, &inner);
-    if (bad < 0) return RA_OK;
-    return ra__refuse_pair(e, RA_E_STRIDE, x->field,
-                           "stride # makes rows overlap: it must be at least @ bytes",
-                           step[bad + outer], inner);
+    if (bad >= 0) return ra__refuse_overlap(x, step, bad + outer, inner, e);
+    if (step[2] == row || x->in.token_stride) return RA_OK;
+    if (count[1] == 1 && (count[0] == 1 || x->in.batch_stride)) return RA_OK;
+    return ra__refuse_part(e, RA_E_UNSET, x->field, ".token_stride",
+                           "is 0, but head_stride is #, not the @ bytes of a row: set both",
+                           step[2], row);
 }
 
 /* Checks a tensor and fills in default strides: each is the extent of what it repeats. */

@@ -1051,9 +1051,21 @@ static const row tensor_rows[] = {
     { ONE, X(o.token_stride), I64, INT64_MAX - 3, RA_E_OVERFLOW,
       "9223372036854775804 bytes times 300 overflow" },
     { ONE, X(o.token_stride), I64, 126, RA_E_STRIDE, "126 is negative or not a multiple of 4" },
-    { ONE, X_AS(o.token_stride, "t.o"), I64, 124, RA_E_STRIDE, "at least 128 bytes" },
-    { ONE, X_AS(o.head_stride, "t.o"), I64, 28, RA_E_STRIDE, "at least 32 bytes" },
-    { ONE, X_AS(lse.token_stride, "t.lse"), I64, 12, RA_E_STRIDE, "at least 16 bytes" },
+    { ONE, X_AS(o.token_stride, "t.o"), I64, 124, RA_E_STRIDE,
+      "124 makes rows overlap: it must be at least 128 here. Packed, rows of 8 RA_F32 are 32 bytes "
+      "per head, 128 per token, 38400 per sequence" },
+    { ONE, X_AS(o.head_stride, "t.o"), I64, 28, RA_E_STRIDE,
+      "28 makes rows overlap: it must be at least 32" },
+    { ONE, X_AS(lse.token_stride, "t.lse"), I64, 12, RA_E_STRIDE,
+      "at least 16 here. Packed, rows of 1 RA_F32 are 4 bytes per head, 16 per token" },
+    { ONE, X_AS(k.token_stride, "t.k"), I64, 32, RA_E_STRIDE,
+      "32 makes rows overlap: it must be at least 64 here" },
+    { ONE, X_AS(q.head_stride, "t.q.token_stride"), I64, 9600, RA_E_UNSET,
+      "is 0, but head_stride is 9600, not the 32 bytes of a row: set both" },
+    { ONE, X_AS(v.head_stride, "t.v.token_stride"), I64, 9600, RA_E_UNSET, "set both" },
+    { ONE, X_AS(o.head_stride, "t.o.token_stride"), I64, 9600, RA_E_UNSET, "set both" },
+    { ONE, X_AS(lse.head_stride, "t.lse.token_stride"), I64, 1200, RA_E_UNSET,
+      "is 0, but head_stride is 1200, not the 4 bytes of a row: set both" },
     { ONE, X(lse.head_stride), I64, 2, RA_E_STRIDE, "2 is negative or not a multiple of 4" },
     { ONE, X(q.rows), I64, 299, RA_E_SHAPE, "299 is not 300, the rows that this rank holds" },
     { ONE, X(k.rows), I64, 4096, RA_E_SHAPE, "4096 is not 300, the rows that this rank holds" },
@@ -2030,12 +2042,27 @@ TEST(strides_together) {
     scope = IN_ATTENTION;
     CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
     t.o.head_stride = 64; t.o.token_stride = 128; t.o.batch_stride = 192;
-    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_STRIDE, "t.o", "192");
+    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_STRIDE, "t.o",
+            "stride 192 makes rows overlap: it must be at least 256");
     t.o.batch_stride = 256;
     CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
     t.k.token_stride = 32;             /* elements of two heads */
     refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_STRIDE, "t.k.token_stride", "32");
     t.k.token_stride = 0;
+    t.k.head_stride = 2 * 64;          /* of [head][token][dim], and token_stride forgotten */
+    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_UNSET, "t.k.token_stride", "set both");
+    t.k.token_stride = 64;
+    CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
+    t.k.head_stride = t.k.token_stride = 0;
+    t.o.head_stride = 128;             /* [token][head][dim] with gaps between heads */
+    t.o.token_stride = 256;
+    t.o.batch_stride = 0;
+    CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
+    t.o.head_stride = 160;             /* a head has two rows, 128 apart */
+    t.o.token_stride = 128;
+    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_STRIDE, "t.o",
+            "stride 160 makes rows overlap: it must be at least 192");
+    t.o.head_stride = t.o.token_stride = 0;
     t.o.data = q;
     refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_SHAPE, "t.o", NULL);
     t.o.data = q + 1;                  /* not the first element */
