@@ -1,8 +1,10 @@
 /* Ring attention over a network of your own: three processes, a socket between each pair, and a
- * transport of one function of about 40 lines. You will see what every process sent and
- * received, and that the numbers are those of one process, bit for bit. Exits with 1 if not.
+ * transport of one function of about 40 lines and another of 4. You will see what every process
+ * sent and received, and that the numbers are those of one process, bit for bit. Exits with 1 if
+ * not. With `disagree` rank 1 has another mask: you will see how soon every rank knows.
  *
- *   cc -O2 -std=c99 -pthread -I. -o own_network examples/own_network.c -lm && ./own_network */
+ *   cc -O2 -std=c99 -pthread -I. -o own_network examples/own_network.c -lm && ./own_network
+ *   ./own_network disagree */
 #define _POSIX_C_SOURCE 200809L
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
@@ -66,11 +68,22 @@ static int net_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from
     return RA_OK;
 }
 
+/* Called from any thread when this rank gives up. net_sendrecv then returns, here and at the peers.
+ * Without it a call that waits for a peer that is stuck would wait until its deadline. */
+static int net_abort(void *ctx, int why) {
+    (void)why;
+    for (int r = 0; r < RANKS; r++) shutdown(((net *)ctx)->peer[r], SHUT_RDWR);
+    return RA_OK;
+}
+
 /* -------------------------------------------------------------------------- the attention */
+static int disagree;                   /* rank 1 gets it wrong */
+
 static void describe(ra_desc *d, int rank, int ranks, ra_error *error) {
     *d = ra_desc_make(HEADS, HEADS, DIM, RA_F32, RA_MASK_CAUSAL);
     d->tokens = TOKENS;
     d->layout.kind = RA_LAYOUT_ZIGZAG;
+    if (disagree && rank == 1) d->mask.window = 100;
     d->rank = rank;
     d->ranks = ranks;
     d->error = error;
@@ -117,9 +130,11 @@ static ra_status attend(int rank, int ranks, const ra_transport *transport, floa
     t.k.data = k;
     t.v.data = v;
     t.o.data = mine;
+    const int64_t begin = ra_now_ns();
     status = ra_ring_create(&ring, plan, transport, NULL);
     if (status == RA_OK) status = ra_forward(plan, ring, &t, ra_deadline_ms(20000));
-    if (status != RA_OK) printf("rank %d: %s\n", rank, ra_ring_explain(ring));
+    if (status != RA_OK) printf("rank %d, after %.3f s: %s\n", rank,
+                                (double)(ra_now_ns() - begin) * 1e-9, ra_ring_explain(ring));
     const float *row = mine;
     for (int i = 0; i < run_count; i++) {
         memcpy(o + runs[i].first * ROW, row, (size_t)runs[i].count * ROW * sizeof(float));
@@ -171,6 +186,7 @@ static int child(int rank, int pair[RANKS][RANKS], int result) {
     t.name = "socketpair";
     t.ctx = &n;
     t.sendrecv = net_sendrecv;
+    t.abort = net_abort;
     t.turn = &turn;                    /* two rings on these sockets would be refused */
     if (attend(rank, RANKS, &t, o) != RA_OK) return 1;
     printf("rank %d, process of its own: %lld messages, %lld bytes through its sockets\n", rank,
@@ -211,7 +227,12 @@ static int run_ranks(float *sum) {
     return failed;
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+    disagree = argc == 2 && !strcmp(argv[1], "disagree");
+    if (argc > 1 && !disagree) {
+        fprintf(stderr, "usage: own_network [disagree]\n");
+        return 2;
+    }
     static float ring[TOKENS * ROW], one[TOKENS * ROW];
     int differing = 0;
     printf("%d tokens, %d heads of %d, causal, zigzag, %d processes\n", TOKENS, HEADS, DIM, RANKS);
