@@ -1073,6 +1073,40 @@ TEST(tokens_of_a_text) {
     close_shape(&x);
 }
 
+/* Every character with marks and the next one in NFC: the FNV-1a hash of what Python makes of them
+ * with Unicode 16. Bytes that are no characters stay; many marks take no longer than a sort. */
+TEST(composed_characters) {
+    enum { MARKS = 200000 };
+    static const char odd[] = "e\xCC\x81\xFF\xCC\x81\xE1\x84\x92\xE1\x85\xA1\xE1\x86\xAB\xE2\x84";
+    static const char want[] = "\xC3\xA9\xFF\xCC\x81\xED\x95\x9C\xE2\x84";
+    uint32_t hash = 2166136261u;
+    char *many = (char *)malloc(2 * MARKS), *out;
+    size_t size;
+    for (uint32_t c = 0x300; c < 0x30000; c++) {
+        char text[24];
+        size_t n = 0;
+        if (c >= 0xD800 && c < 0xE000) continue;
+        n += (size_t)utf8_write(c, text);
+        n += (size_t)utf8_write(0x301, text + n);
+        n += (size_t)utf8_write(0x327, text + n);
+        n += (size_t)utf8_write(c == 0xD7FF ? 0x41 : c + 1, text + n);
+        n += (size_t)utf8_write(0x300, text + n);
+        out = unicode_nfc(text, n, &size);
+        for (size_t i = 0; out && i < size; i++) hash = (hash ^ (uint8_t)out[i]) * 16777619u;
+        free(out);
+    }
+    CHECK_EQ(hash, 0x9BD90293u);
+    out = unicode_nfc(odd, sizeof odd - 1, &size);
+    if (CHECK(out != NULL) && CHECK_EQ(size, sizeof want - 1)) CHECK_BITS(out, want, size);
+    free(out);
+    for (int i = 0; many && i < MARKS; i++)
+        memcpy(many + 2 * i, i % 2 ? "\xCC\x81" : "\xCC\xA7", 2);
+    out = many ? unicode_nfc(many, 2 * MARKS, &size) : NULL;
+    if (CHECK(out != NULL)) CHECK(size == 2 * MARKS && !memcmp(out, "\xCC\xA7\xCC\xA7", 4));
+    free(out);
+    free(many);
+}
+
 /* Blocks of pseudo-random bytes become the floats that the gguf package makes of them: their FNV-1a
  * hashes. A NaN counts as 0x7FC00000. */
 TEST(quantised_blocks) {
@@ -1293,6 +1327,6 @@ int main(int argc, char **argv) {
 #endif
         ENTRY(truncated_at_every_byte),
         ENTRY(damaged_at_every_byte), ENTRY(sentences), ENTRY(families), ENTRY(tokens_of_a_text),
-        ENTRY(quantised_blocks) };
+        ENTRY(composed_characters), ENTRY(quantised_blocks) };
     return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

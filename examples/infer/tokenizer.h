@@ -1,14 +1,15 @@
 /* Text to tokens and back, by the vocabulary in a GGUF file: byte-level BPE ("gpt2", with the rules
- * for words in word_rules below) and SentencePiece ("llama"; characters without a token become
- * tokens of their bytes). Both join two neighbours at a time, the best two first: for BPE those of
- * the lowest merge, for SentencePiece those whose result has the highest score. */
+ * for words in word_rules below), SentencePiece ("llama") and BPE of characters ("gemma4"). In the
+ * last two, blanks are U+2581, and characters without a token become tokens of their bytes. All
+ * join two neighbours at a time, the best two first: for BPE those of the lowest merge, for
+ * SentencePiece those whose result has the highest score. */
 #if !defined(INFER_TOKENIZER_H)
 #define INFER_TOKENIZER_H
 
 #include "gguf.h"
 #include "unicode.h"
 
-enum { TOKENIZER_NONE, TOKENIZER_BPE, TOKENIZER_SPM };
+enum { TOKENIZER_NONE, TOKENIZER_BPE, TOKENIZER_SPM, TOKENIZER_CHARS };
 enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE };
 
 typedef struct token_ids { int32_t *data; int64_t count, room; } token_ids;
@@ -17,7 +18,7 @@ typedef struct token_merge { int32_t left, right, rank, result; } token_merge;
 
 typedef struct tokenizer {
     int kind;                          /* TOKENIZER_* */
-    const struct word_rule *words;     /* BPE */
+    const struct word_rule *words;     /* null: SPM */
     int32_t count;
     gguf_text *text;                   /* [count] */
     float *score;                      /* [count] SPM */
@@ -25,6 +26,7 @@ typedef struct tokenizer {
     int32_t *slot;                     /* hash of texts: a token or -1 */
     token_merge *merge;                /* hash of pairs; left -1: free */
     uint32_t slots, merges;            /* powers of two */
+    size_t longest;                    /* bytes of the longest text */
     int32_t byte[256];                 /* the token of a byte or -1 */
     int32_t *special;                  /* tokens that a text may contain literally */
     int32_t specials;
@@ -74,34 +76,6 @@ static inline token_merge *token_pair(const tokenizer *t, int32_t left, int32_t 
 }
 
 /* -------------------------------------------------------------------------- characters */
-/* Reads the character at s; returns its length. A byte that begins no character counts as one. */
-static inline int utf8_read(const char *s, size_t n, uint32_t *c) {
-    const uint8_t *p = (const uint8_t *)s;
-    const int len = p[0] < 0x80 ? 1 : p[0] < 0xC2 ? 0 : p[0] < 0xE0 ? 2 : p[0] < 0xF0 ? 3
-                  : p[0] < 0xF5 ? 4 : 0;
-    *c = len == 1 ? p[0] : 0xFFFD;
-    if (len < 2 || (size_t)len > n) return 1;
-    uint32_t x = p[0] & (0x7Fu >> len);
-    for (int i = 1; i < len; i++) {
-        if ((p[i] & 0xC0) != 0x80) return 1;
-        x = x << 6 | (p[i] & 0x3Fu);
-    }
-    if ((len == 3 && (x < 0x800 || (x >= 0xD800 && x < 0xE000))) ||
-        (len == 4 && (x < 0x10000 || x > 0x10FFFF)))
-        return 1;
-    *c = x;
-    return len;
-}
-
-static inline int utf8_write(uint32_t c, char *s) {
-    if (c < 0x80) { s[0] = (char)c; return 1; }
-    if (c < 0x800) { s[0] = (char)(0xC0 | c >> 6); s[1] = (char)(0x80 | (c & 63)); return 2; }
-    s[0] = (char)(0xE0 | c >> 12);
-    s[1] = (char)(0x80 | (c >> 6 & 63));
-    s[2] = (char)(0x80 | (c & 63));
-    return 3;
-}
-
 /* Byte-level BPE writes bytes as characters: printable ones as themselves, the others in order from
  * 256 on. */
 static inline uint32_t byte_character(int b) {
@@ -128,7 +102,7 @@ static inline int char_kind(letters t, size_t i, size_t *next) {
     if (i >= t.n) return IS_END;
     *next = i + (size_t)utf8_read(t.s + i, t.n - i, &c);
     return c == '\r' || c == '\n' ? IS_NEWLINE : unicode_space(c) ? IS_SPACE
-         : unicode_letter(c) ? IS_LETTER : unicode_number(c) ? IS_NUMBER : IS_OTHER;
+         : unicode_is(UNICODE_LETTER, c) ? IS_LETTER : unicode_is(UNICODE_NUMBER, c) ? IS_NUMBER : IS_OTHER;
 }
 
 /* The end of a run of up to `most` characters of one kind. */
@@ -215,7 +189,7 @@ static inline size_t word_rest(letters t, size_t i, int digits, int slash, int m
     size_t end = from;
     while (char_kind(t, end, &next) == IS_OTHER) {
         (void)utf8_read(t.s + end, t.n - end, &c);
-        if (marks && unicode_mark(c)) break;
+        if (marks && unicode_is(UNICODE_MARK, c)) break;
         end = next;
     }
     if (end == from) return word_blank(t, i, 1);
@@ -231,8 +205,8 @@ static inline int char_case(letters t, size_t i, size_t *next) {
     *next = i;
     if (i >= t.n) return CASE_NONE;
     *next = i + (size_t)utf8_read(t.s + i, t.n - i, &c);
-    return unicode_capital(c) ? CASE_CAPITAL : unicode_small(c) ? CASE_SMALL
-         : unicode_letter(c) || unicode_mark(c) ? CASE_BOTH : CASE_NONE;
+    return unicode_is(UNICODE_CAPITAL, c) ? CASE_CAPITAL : unicode_is(UNICODE_SMALL, c) ? CASE_SMALL
+         : unicode_is(UNICODE_LETTER, c) || unicode_is(UNICODE_MARK, c) ? CASE_BOTH : CASE_NONE;
 }
 
 /* The end of letters and marks. */
@@ -283,7 +257,7 @@ static inline int char_sign(letters t, size_t i, size_t *next) {
     *next = i;
     if (i >= t.n) return 0;
     *next = i + (size_t)utf8_read(t.s + i, t.n - i, &c);
-    return unicode_sign(c);
+    return unicode_is(UNICODE_SIGN, c);
 }
 
 /* A sign of ASCII and letters of ASCII; letters and marks after anything that is no sign; signs.
@@ -318,8 +292,9 @@ static inline size_t word_end_deepseek(letters t, size_t i) {
  * at every place of a piece, or runs of characters of a class: then what is between them is a piece
  * too. */
 enum { STAGE_NONE, STAGE_GPT2, STAGE_LLAMA3, STAGE_MARKS, STAGE_CASED, STAGE_CASED_ENDS,
-       STAGE_DEEPSEEK, STAGE_CLASSES, CLASS_NUMBER, CLASS_DIGIT, CLASS_NEWLINE, CLASS_LETTER,
-       CLASS_PUNCTUATION, CLASS_SIGN, CLASS_KANA, CLASS_CJK };
+       STAGE_DEEPSEEK, STAGE_LAST_BLANKS, STAGE_CLASSES, CLASS_NUMBER, CLASS_DIGIT, CLASS_NEWLINE,
+       CLASS_LETTER, CLASS_CASED, CLASS_PUNCTUATION, CLASS_ASCII, CLASS_SIGN, CLASS_KANA,
+       CLASS_CJK };
 
 typedef struct word_stage {
     uint8_t kind, least, most;         /* characters of a run, most 0: any; digits of a word */
@@ -330,30 +305,36 @@ typedef struct word_stage {
 typedef struct word_rule {
     const char *names;                 /* with a blank on each side */
     int whole, add_bos;                /* whole: a word that is a token is not joined from pairs */
-    word_stage stage[6];
+    int nfc;                           /* 1: texts are composed before they are cut */
+    word_stage stage[7];
 } word_rule;
 
 static const word_rule word_rules[] = {
     { " gpt-2 phi-2 mpt olmo jais jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum "
-      "modern-bert trillion granite-docling exaone4 ", 0, 0, { { STAGE_GPT2, 0, 0, 0 } } },
-    { " llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano ", 1, 1,
+      "modern-bert trillion granite-docling exaone4 ", 0, 0, 0, { { STAGE_GPT2, 0, 0, 0 } } },
+    { " llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano ", 1, 1, 0,
       { { STAGE_LLAMA3, 0, 3, 0 } } },
-    { " smaug-bpe dbrx ", 0, 0, { { STAGE_LLAMA3, 0, 3, 0 } } },
-    { " qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open ", 0, 0,
+    { " smaug-bpe dbrx ", 0, 0, 0, { { STAGE_LLAMA3, 0, 3, 0 } } },
+    { " qwen2 ", 0, 0, 1, { { STAGE_LLAMA3, 0, 1, 0 } } },
+    { " deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open ", 0, 0, 0,
       { { STAGE_LLAMA3, 0, 1, 0 } } },
-    { " qwen35 ", 0, 0, { { STAGE_MARKS, 0, 0, 0 } } },
-    { " tekken ", 1, 1, { { STAGE_CASED, 0, 1, 0 } } },
-    { " gpt-4o llama4 kanana2 talkie ", 0, 0, { { STAGE_CASED_ENDS, 0, 3, 0 } } },
-    { " smollm starcoder refact command-r codeshell exaone minerva-7b mellum2 ", 0, 0,
+    { " qwen35 ", 0, 0, 0, { { STAGE_MARKS, 0, 0, 0 } } },
+    { " tekken ", 1, 1, 0, { { STAGE_CASED, 0, 1, 0 } } },
+    { " gpt-4o llama4 kanana2 talkie ", 0, 0, 0, { { STAGE_CASED_ENDS, 0, 3, 0 } } },
+    { " smollm starcoder refact command-r codeshell exaone minerva-7b mellum2 ", 0, 0, 0,
       { { CLASS_NUMBER, 1, 1, 0 }, { STAGE_GPT2, 0, 0, 0 } } },
-    { " deepseek-v3 hunyuan-dense joyai-llm hy_v4 ", 0, 0,
+    { " deepseek-v3 hunyuan-dense joyai-llm hy_v4 ", 0, 0, 0,
       { { CLASS_NUMBER, 1, 3, 0 }, { CLASS_KANA, 1, 0, 0 }, { STAGE_DEEPSEEK, 0, 0, 0 } } },
-    { " deepseek-coder ", 0, 0,
+    { " deepseek-llm ", 0, 0, 0,
+      { { CLASS_NEWLINE, 1, 1, 0 }, { CLASS_CASED, 1, 0, 1 }, { CLASS_ASCII, 1, 0, 1 },
+        { STAGE_LAST_BLANKS, 0, 0, 0 }, { CLASS_CJK, 1, 0, 0 }, { CLASS_NUMBER, 1, 0, 0 } } },
+    { " gemma4 ", 0, 1, 0, { { CLASS_NEWLINE, 1, 0, 0 } } },
+    { " deepseek-coder ", 0, 0, 0,
       { { CLASS_NEWLINE, 1, 1, 0 }, { CLASS_LETTER, 1, 0, 1 }, { CLASS_PUNCTUATION, 1, 0, 1 },
         { CLASS_CJK, 1, 0, 0 }, { CLASS_NUMBER, 1, 1, 0 } } },
-    { " falcon ", 0, 0,
+    { " falcon ", 0, 0, 0,
       { { CLASS_SIGN, 1, 0, '`' }, { STAGE_GPT2, 0, 0, 0 }, { CLASS_DIGIT, 3, 3, 0 } } },
-    { " default ", 0, 0,
+    { " default ", 0, 0, 0,
       { { CLASS_SIGN, 1, 0, 0 }, { STAGE_GPT2, 0, 0, 0 }, { CLASS_NUMBER, 1, 0, 0 },
         { CLASS_DIGIT, 3, 3, 0 } } } };
 
@@ -364,13 +345,18 @@ static inline int stage_holds(letters t, size_t i, const word_stage *g, size_t *
     if (i >= t.n) return 0;
     *next = i + (size_t)utf8_read(t.s + i, t.n - i, &c);
     switch (g->kind) {
-    case CLASS_NUMBER: return unicode_number(c);
+    case CLASS_NUMBER: return unicode_is(UNICODE_NUMBER, c);
     case CLASS_DIGIT: return c >= '0' && c <= '9';
-    case CLASS_NEWLINE: return c == '\r' || c == '\n';
-    case CLASS_LETTER: return unicode_letter(c);
-    case CLASS_PUNCTUATION: return unicode_punctuation(c);
+    case CLASS_NEWLINE: return (c == '\r' && g->most) || c == '\n';
+    case CLASS_LETTER: return unicode_is(UNICODE_LETTER, c);
+    case CLASS_CASED: return unicode_is(UNICODE_CASED, c);
+    case CLASS_ASCII:                  /* signs and letters, wide ones too, and marks of quotes */
+        return (c >= '!' && c <= '/') || (c >= ':' && c <= '~') ||
+               (c >= 0xFF01 && c <= 0xFF0F) || (c >= 0xFF1A && c <= 0xFF5E) ||
+               (c >= 0x2018 && c <= 0x201F) || (c >= 0x3000 && c <= 0x3002);
+    case CLASS_PUNCTUATION: return unicode_is(UNICODE_PUNCTUATION, c);
     case CLASS_SIGN:
-        return unicode_punctuation(c) || (g->blank && c == g->blank) ||
+        return unicode_is(UNICODE_PUNCTUATION, c) || (g->blank && c == g->blank) ||
                (c && c < 128 && strchr("$+<=>^~|", (int)c));
     case CLASS_KANA: return (c >= 0x4E00 && c <= 0x9FA5) || (c >= 0x3040 && c <= 0x30FF);
     default: return (c >= 0x800 && c <= 0x9FA5) || (c >= 0xAC00 && c <= 0xD7FF);
@@ -388,6 +374,16 @@ static inline size_t stage_run(letters t, size_t i, const word_stage *g) {
     return n && n >= g->least ? end : i;
 }
 
+/* Blanks up to the end are a word, and what is before them. */
+static inline size_t word_last_blanks(letters t) {
+    size_t last = 0;
+    for (size_t i = 0, next; i < t.n; i = next) {
+        const int kind = char_kind(t, i, &next);
+        if (kind != IS_SPACE && kind != IS_NEWLINE) last = next;
+    }
+    return last < t.n && last > 0 ? last : t.n;
+}
+
 /* The end of the piece that begins at i. */
 static inline size_t stage_end(letters t, size_t i, const word_stage *g) {
     size_t end, next;
@@ -398,6 +394,7 @@ static inline size_t stage_end(letters t, size_t i, const word_stage *g) {
     case STAGE_CASED: return word_end_cased(t, i, g->most, 0);
     case STAGE_CASED_ENDS: return word_end_cased(t, i, g->most, 1);
     case STAGE_DEEPSEEK: return word_end_deepseek(t, i);
+    case STAGE_LAST_BLANKS: return i ? t.n : word_last_blanks(t);
     default: break;
     }
     end = stage_run(t, i, g);
@@ -455,7 +452,7 @@ static inline void join_offer(joiner *j, int64_t left, int64_t right) {
     x.left = left;
     x.right = right;
     x.size = a->size + b->size;
-    if (j->t->kind == TOKENIZER_BPE) {
+    if (j->t->kind != TOKENIZER_SPM) {
         const token_merge *m = token_pair(j->t, a->id, b->id);
         if (m->left < 0) return;
         x.id = m->result;
@@ -526,14 +523,23 @@ static inline int tokens_of_word(const tokenizer *t, const char *s, size_t n, to
     return ok;
 }
 
-/* The token that is the whole word, or -1. */
+/* The token that is the whole word, or -1; -2: no memory. */
 static inline int32_t token_of_word(const tokenizer *t, const char *s, size_t n) {
-    char name[1024];
-    size_t at = 0;
-    if (!t->words->whole || n > sizeof name / 2) return -1;
+    char *name;
+    size_t at = 0, newlines = 0;
+    int32_t id;
+    if (t->kind == TOKENIZER_CHARS) {
+        while (newlines < n && s[newlines] == '\n') newlines++;
+        return newlines == n ? token_find(t, s, n) : -1;
+    }
+    if (!t->words->whole || n > t->longest) return -1;
+    name = (char *)malloc(2 * n + 1);
+    if (!name) return -2;
     for (size_t k = 0; k < n; k++)
         at += (size_t)utf8_write(byte_character((uint8_t)s[k]), name + at);
-    return token_find(t, name, at);
+    id = token_find(t, name, at);
+    free(name);
+    return id;
 }
 
 /* A piece of a text, from a stage on. */
@@ -541,6 +547,7 @@ static inline int tokens_of_stage(const tokenizer *t, letters all, const word_st
                                   token_ids *ids) {
     if (stage->kind == STAGE_NONE) {
         const int32_t id = token_of_word(t, all.s, all.n);
+        if (id < -1) return 0;
         return id >= 0 ? token_append(ids, id) : tokens_of_word(t, all.s, all.n, ids);
     }
     for (size_t i = 0, end; i < all.n; i = end) {
@@ -555,13 +562,22 @@ static inline int tokens_of_stage(const tokenizer *t, letters all, const word_st
 
 static inline int tokens_of_bpe(const tokenizer *t, const char *s, size_t n, token_ids *ids) {
     letters all;
+    char *composed = NULL;
+    int ok;
     all.s = s;
     all.n = n;
-    return tokens_of_stage(t, all, t->words->stage, ids);
+    if (t->words->nfc && unicode_may_compose(s, n)) {
+        composed = unicode_nfc(s, n, &all.n);
+        if (!composed) return 0;
+        all.s = composed;
+    }
+    ok = tokens_of_stage(t, all, t->words->stage, ids);
+    free(composed);
+    return ok;
 }
 
-/* SentencePiece writes a blank as U+2581, and one before the text. */
-static inline int tokens_of_spm(const tokenizer *t, const char *s, size_t n, token_ids *ids) {
+/* Blanks become U+2581, and one comes before the text if the vocabulary says so. */
+static inline int tokens_of_blanks(const tokenizer *t, const char *s, size_t n, token_ids *ids) {
     size_t at = 0;
     int ok;
     char *blanks = (char *)malloc(3 * n + 4);
@@ -571,7 +587,7 @@ static inline int tokens_of_spm(const tokenizer *t, const char *s, size_t n, tok
         if (s[i] == ' ') at += (size_t)utf8_write(0x2581, blanks + at);
         else blanks[at++] = s[i];
     }
-    ok = tokens_of_word(t, blanks, at, ids);
+    ok = (t->words ? tokens_of_bpe : tokens_of_word)(t, blanks, at, ids);
     free(blanks);
     return ok;
 }
@@ -598,7 +614,7 @@ static inline int tokenize(const tokenizer *t, const char *s, size_t n, token_id
     for (;;) {
         const int32_t special = i < n ? token_special(t, s + i, n - i) : -1;
         if (i < n && special < 0) { i++; continue; }
-        if (i > from && !(t->kind == TOKENIZER_BPE ? tokens_of_bpe : tokens_of_spm)
+        if (i > from && !(t->kind == TOKENIZER_BPE ? tokens_of_bpe : tokens_of_blanks)
                             (t, s + from, i - from, ids))
             return 0;
         if (i >= n) return 1;
@@ -615,7 +631,7 @@ static inline size_t token_bytes(const tokenizer *t, int32_t id, char *out, size
     size_t at = 0;
     if (id < 0 || id >= t->count || t->type[id] == TOKEN_CONTROL) return 0;
     const gguf_text x = t->text[id];
-    if (t->kind == TOKENIZER_SPM && t->type[id] == TOKEN_BYTE) {
+    if (t->kind != TOKENIZER_BPE && t->type[id] == TOKEN_BYTE) {
         for (int b = 0; b < 256; b++)
             if (t->byte[b] == id && room) out[at++] = (char)b;
         return at;
@@ -625,7 +641,7 @@ static inline size_t token_bytes(const tokenizer *t, int32_t id, char *out, size
         const int len = utf8_read(x.data + i, x.size - i, &c);
         int b = 0;
         while (t->kind == TOKENIZER_BPE && c < 324 && b < 256 && byte_character(b) != c) b++;
-        if (t->kind == TOKENIZER_SPM && c == 0x2581) out[at++] = ' ';
+        if (t->kind != TOKENIZER_BPE && c == 0x2581) out[at++] = ' ';
         else if (t->kind == TOKENIZER_BPE && t->type[id] != TOKEN_USER && c < 324 && b < 256)
             out[at++] = (char)b;
         else for (int k = 0; k < len; k++) out[at++] = x.data[i + (size_t)k];
@@ -677,6 +693,7 @@ static inline int tokenizer_texts(tokenizer *t, const gguf *g, char *why) {
     for (int32_t i = 0; i < t->count; i++) {
         const double kind = type ? gguf_element(type, (uint64_t)i) : 0;
         t->text[i] = gguf_next_string(&p);
+        if (t->text[i].size > t->longest) t->longest = t->text[i].size;
         t->score[i] = score ? (float)gguf_element(score, (uint64_t)i) : 0;
         if (t->score[i] != t->score[i] || !(kind >= 0 && kind <= (double)TOKEN_BYTE))
             return gguf_refuse(why, "token %ld has the score %g and the type %g: not a number, or "
@@ -761,15 +778,15 @@ static inline int tokenizer_flag(const gguf *g, const char *key, int otherwise, 
 }
 
 static inline int tokenizer_choices(tokenizer *t, const gguf *g, char *why) {
-    const int spm = t->kind == TOKENIZER_SPM;
+    const int spm = t->kind == TOKENIZER_SPM, adds_bos = spm || t->words->add_bos;
     int ok = tokenizer_named(t, g, "tokenizer.ggml.bos_token_id", &t->bos, why) &&
              tokenizer_named(t, g, "tokenizer.ggml.eos_token_id", &t->eos, why) &&
              tokenizer_named(t, g, "tokenizer.ggml.eot_token_id", &t->eot, why) &&
              tokenizer_named(t, g, "tokenizer.ggml.eom_token_id", &t->eom, why) &&
              tokenizer_named(t, g, "tokenizer.ggml.unknown_token_id", &t->unknown, why) &&
-             tokenizer_flag(g, "tokenizer.ggml.add_bos_token", spm || t->words->add_bos,
-                            &t->add_bos, why) &&
-             tokenizer_flag(g, "tokenizer.ggml.add_space_prefix", 1, &t->add_space, why);
+             tokenizer_flag(g, "tokenizer.ggml.add_bos_token", adds_bos, &t->add_bos,
+                            why) &&
+             tokenizer_flag(g, "tokenizer.ggml.add_space_prefix", spm, &t->add_space, why);
     for (int32_t i = 0; ok && i < t->count && t->unknown < 0; i++)
         if (t->type[i] == TOKEN_UNKNOWN) t->unknown = i;
     return ok;
@@ -793,9 +810,9 @@ static inline int token_ends(const tokenizer *t, int32_t id) {
 static inline int tokenizer_word_rule(tokenizer *t, const gguf *g, char *why) {
     gguf_text pre = gguf_text_of(gguf_find(g, "tokenizer.ggml.pre"));
     char name[64], padded[72];
-    if (!pre.size) {
-        pre.data = "default";
-        pre.size = 7;
+    if (!pre.size || t->kind == TOKENIZER_CHARS) {
+        pre.data = t->kind == TOKENIZER_CHARS ? "gemma4" : "default";
+        pre.size = strlen(pre.data);
     }
     snprintf(padded, sizeof padded, " %s ", gguf_show(pre, name, sizeof name));
     for (size_t i = 0; i < sizeof word_rules / sizeof *word_rules; i++) {
@@ -814,12 +831,14 @@ static inline int tokenizer_open(tokenizer *t, const gguf *g, char why[INFER_WHY
     memset(t, 0, sizeof *t);
     if (kind.size) gguf_show(kind, name, sizeof name);
     t->kind = gguf_is(kind, "gpt2") ? TOKENIZER_BPE
-            : gguf_is(kind, "llama") ? TOKENIZER_SPM : TOKENIZER_NONE;
+            : gguf_is(kind, "llama") ? TOKENIZER_SPM
+            : gguf_is(kind, "gemma4") ? TOKENIZER_CHARS : TOKENIZER_NONE;
     if (t->kind == TOKENIZER_NONE)
-        return gguf_refuse(why, "tokenizer.ggml.model is '%s'; this engine knows gpt2 and llama",
-                           name);
+        return gguf_refuse(why, "tokenizer.ggml.model is '%s'%s; this engine knows gpt2, llama and "
+                           "gemma4", name, gguf_is(kind, "bert") || gguf_is(kind, "t5")
+                           ? ", of models that encode texts and do not continue them" : "");
     ok = tokenizer_texts(t, g, why);
-    if (ok && t->kind == TOKENIZER_BPE)
+    if (ok && t->kind != TOKENIZER_SPM)
         ok = tokenizer_word_rule(t, g, why) && tokenizer_merges(t, g, why);
     if (ok) tokenizer_bytes(t);
     if (ok && tokenizer_choices(t, g, why)) return 1;

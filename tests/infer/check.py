@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import unicodedata
 import zipfile
 
 import gguf
@@ -222,7 +223,7 @@ def check_packages(program, tokens, downloads, folder):
         held += done.returncode == 0
         if done.returncode == 0:
             check(got[:len(texts)] == want[:len(texts)], f"{path}: other tokens")
-    check(not vocabularies or held >= 12, f"only {held} vocabularies are read")
+    check(not vocabularies or held >= 15, f"only {held} vocabularies are read")
     counts["skipped"] += (not models) + (not vocabularies)
 
 
@@ -235,7 +236,8 @@ def check_vocabulary(program, name, path, encode):
         got = lines[2 * i] if 2 * i + 1 < len(lines) else "none"
         other += got.split() != [str(x) for x in encode(text)]
         special = name != "spm" and any(s in text for s in make_vocabularies.SPECIAL)
-        back += not special and lines[2 * i + 1:2 * i + 2] != ["1"]
+        whole = name != "qwen2" or unicodedata.is_normalized("NFC", text)
+        back += not special and whole and lines[2 * i + 1:2 * i + 2] != ["1"]
     check(other == 0, f"{name}: {other} of {len(texts)} texts have other tokens")
     check(back == 0, f"{name}: {back} of {len(texts)} texts do not come back")
 

@@ -34,7 +34,8 @@ SNIPPETS = ["it's", "I'LL", "we'Ve", "'", " ", "  ", "   ", "\n", "\n\n", " \n "
             "\u00a0", "\u2003", "\u3000", "a", "the", "ring", "...", "!?\n", "{", "}", "->", "_x",
             "Ⅷ", "½", "नमस्ते", "<|end|>", "<|begin|>", "<|en", "0x1p-3", ",", " the", " 7",
             "HELLOworld", "McDonald's", "漢A", "ÄÖü", "क्षि", "\u0301", "\u0001", "\n/", "/",
-            "ǅa", ".Net", "カナ", "€uro", "A", "ʰ", " _"]
+            "ǅa", ".Net", "カナ", "€uro", "A", "ʰ", " _",
+            "a\u0327\u0301\u0316", "\u1112\u1161\u11ab", "\u212b", "\ufb1d", "\u0958"]
 
 
 def corpus():
@@ -71,6 +72,8 @@ def make_bpe(pre, folder):
     t.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
         *(tokenizers.pre_tokenizers.Split(tokenizers.Regex(w), "isolated") for w in WORDS[pre]),
         tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    if pre == "qwen2":
+        t.normalizer = tokenizers.normalizers.NFC()
     t.train_from_iterator(corpus(), tokenizers.trainers.BpeTrainer(
         vocab_size=1200, special_tokens=SPECIAL, show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
