@@ -1,7 +1,7 @@
 /* A causal ring of 2 ranks and 4 tokens, step by step. You will see who computes what at each step,
  * what travels, and that rank 1's keys never travel: the plan finds that no other rank may see
  * them. Every number is checked against full attention, and the same pass on two threads gives the
- * same. Exits with 1 if anything differs.
+ * same. Then what a plan says about a larger pass. Exits with 1 if anything differs.
  *
  *   cc -O2 -std=c99 -pthread -I. -o causal_walk examples/causal_walk.c -lm && ./causal_walk */
 #define RINGATTN_IMPLEMENTATION
@@ -181,6 +181,32 @@ static ra_status on_rank(ra_world *world, int rank, void *user) {
     return status;
 }
 
+/* What the plan of a larger pass chooses for figures of a network, and how long it would take. */
+static void forecast(void) {
+    ra_error error = {0};
+    ra_plan *plan = NULL;
+    ra_prediction p;
+    ra_desc d, full;
+    describe(&d, 0, &error);
+    d.tokens = 65536;
+    d.ranks = 8;
+    d.layout.kind = RA_LAYOUT_ZIGZAG;
+    d.q_heads = 32;
+    d.kv_heads = 8;
+    d.k_dim = d.v_dim = 128;
+    d.rates.flops_per_s = 1e12;        /* of a rank: measure yours */
+    d.rates.link_bytes_per_s = 1.25e9;
+    d.rates.link_latency_s = 20e-6;
+    must(ra_desc_resolve(&d, &full), &error);
+    must(ra_plan_create(&plan, &d, NULL), &error);
+    must(ra_plan_predict(plan, 0, &d.rates, &p), &error);
+    printf("\n%lld tokens, 32/8 heads of 128, on 8 ranks, zigzag: chunks of %d tokens, %d buffers. "
+           "At 1 TFLOP/s\nand 1.25 GB/s a pass takes %.2f s: computing %.2f, transfer %.2f, of "
+           "which %.0f %% is hidden.\n", (long long)full.tokens, full.chunk_tokens, full.buffers,
+           p.all_done_s, p.compute_s, p.transfer_s, 100 * p.hidden_s / p.transfer_s);
+    ra_plan_destroy(plan);
+}
+
 static void run(const ra_plan_report plan[RANKS], const rows state[RANKS]) {
     ra_error none = {0};
     outcome out[RANKS];
@@ -209,6 +235,7 @@ int main(void) {
     for (int rank = 0; rank < RANKS; rank++) plan[rank] = ask(rank);
     walk(plan, state);
     run(plan, state);
+    forecast();
     for (int rank = 0; rank < RANKS; rank++) {
         expect("hops", (double)plan[rank].hops, rank, 0);
         expect("hops skipped", (double)plan[rank].hops_skipped, RANKS - 1 - rank, 0);

@@ -1,7 +1,7 @@
 /* Attention on the threads that an engine already has: a custom op of ggml, an OpenMP region, and a
- * pool of pthreads, each for one rank and for a rank of a ring. The library starts no thread here.
- * You will see that each gives the bits of one thread, and what happens with more threads than were
- * planned. Exits with 1 if something differs.
+ * pool of pthreads, each for one rank, for a rank of a ring and for one of a sharded cache. The
+ * library starts no thread here. You will see that each gives the bits of one thread, and what
+ * happens with more threads than were planned. Exits with 1 if something differs.
  *
  *   cc -O2 -pthread -I. -o engine_threads examples/engine_threads.c -lm && ./engine_threads
  *
@@ -31,12 +31,13 @@ typedef struct call {
     size_t bytes;
     const ra_plan *plan;               /* of a ring */
     ra_ring *ring;
+    ra_cache *cache;                   /* of inference, split over ranks: here one */
     uint64_t ticket;                   /* a number for each pass, from 1: a layer of a step */
     ra_status status[THREADS];
 } call;
 
 /* One rank: nth must be the number of threads that make the call. Otherwise part of the output is
- * missing, and no thread can detect it. */
+ * missing, which only the next call with this workspace can detect. */
 static void attend(call *c, int ith, int nth) {
     c->status[ith] = ra_attention(&c->d, &c->t, c->workspace, c->bytes, ith, nth);
 }
@@ -55,6 +56,27 @@ static void attend_in_ring(call *c, int ith, int nth) {
     c->status[ith] = s;
 }
 
+/* A rank of a cache, the same way: TOKENS new tokens, and none cached before. */
+static const int64_t cached[1] = { 0 }, fresh[1] = { TOKENS };
+static void attend_in_cache(call *c, int ith, int nth) {
+    ra_infer_job job;
+    ra_status s;
+    (void)nth;
+    memset(&job, 0, sizeof job);
+    job.ticket = c->ticket;
+    job.tensors = &c->t;
+    job.cached = cached;
+    job.fresh = fresh;
+    while ((s = ra_infer_join(c->cache, &job, ith)) > 0) {}    /* RA_WAIT: or do other work */
+    c->status[ith] = s;
+}
+
+static void attend_any(call *c, int ith, int nth) {
+    if (c->cache) attend_in_cache(c, ith, nth);
+    else if (c->ring) attend_in_ring(c, ith, nth);
+    else attend(c, ith, nth);
+}
+
 /* -------------------------------------------------------------------------- ggml
  * ggml_map_custom1(ctx, a, fn, n_tasks, userdata) calls fn on every thread of the graph, with a
  * barrier after it. What follows mimics ggml: its tensor, the type of fn, and n_tasks threads. */
@@ -65,10 +87,8 @@ typedef void (*custom1)(tensor *dst, const tensor *a, int ith, int nth, void *us
  * head, in any order of memory. All threads run this, so what they share is set up before the graph
  * runs. */
 static void attention_op(tensor *dst, const tensor *a, int ith, int nth, void *userdata) {
-    call *c = (call *)userdata;
     (void)dst, (void)a;
-    if (c->ring) attend_in_ring(c, ith, nth);
-    else attend(c, ith, nth);
+    attend_any((call *)userdata, ith, nth);
 }
 
 static void set_views(call *c, const tensor *a, tensor *dst) {
@@ -121,9 +141,7 @@ static void with_openmp(call *c) {
 #ifdef _OPENMP
 #pragma omp parallel num_threads(THREADS)
     {
-        const int ith = omp_get_thread_num(), nth = omp_get_num_threads();
-        if (c->ring) attend_in_ring(c, ith, nth);
-        else attend(c, ith, nth);
+        attend_any(c, omp_get_thread_num(), omp_get_num_threads());
     }
 #else
     (void)c;
@@ -198,7 +216,7 @@ static void with_pool(call *c) {
     memset(&job, 0, sizeof job);
     job.plan = c->plan;
     job.tensors = &c->t;
-    if (!c->ring) pool_run(&p, attend, c);
+    if (!c->ring) pool_run(&p, attend_any, c);
     else if (ra_begin(c->ring, &job) == RA_OK) pool_run(&p, step_ring, c);
     pthread_mutex_lock(&p.lock);
     p.over = 1;
@@ -258,6 +276,32 @@ static int in_a_ring(call *c, int32_t planned, const char *where) {
     return bad;
 }
 
+/* d.tokens new tokens at a time, d.kv_tokens in all. */
+static int in_a_cache(call *c) {
+    ra_tensors kept = c->t;
+    int bad = 0;
+    c->d.threads = THREADS;
+    c->d.kv_tokens = TOKENS;
+    if (ra_cache_create(&c->cache, &c->d, NULL, NULL)) return 1;
+    const size_t bytes = (size_t)ra_cache_rows(c->cache) * KV_HEADS * DIM * sizeof(float);
+    void *memory[2] = { malloc(bytes), malloc(bytes) };
+    c->t.k.data = memory[0];
+    c->t.v.data = memory[1];
+    for (int i = 0; i < TOKENS; i++)
+        bad |= ra_cache_store(c->cache, &c->t, 0, i, k[i][0], v[i][0]) != RA_OK;
+    c->ticket = 1;
+    c->t.o.data = one_thread;          /* a cache adds up keys in an order of its own */
+    if (!bad) bad = ra_infer(c->cache, &c->t, cached, fresh, RA_NO_DEADLINE) != RA_OK;
+    c->t.o.data = o;
+    if (!bad) bad = all_three(c, "a cache");
+    bad |= ra_cache_destroy(c->cache) != RA_OK;
+    c->cache = NULL;
+    c->t = kept;
+    free(memory[0]);
+    free(memory[1]);
+    return bad;
+}
+
 static void fill(float *x, size_t n, uint32_t seed) {
     for (size_t i = 0; i < n; i++) {
         seed = seed * 1664525u + 1013904223u;
@@ -288,6 +332,7 @@ int main(void) {
     bad = all_three(&c, "one rank");
     bad |= in_a_ring(&c, THREADS, "a ring");
     bad |= in_a_ring(&c, 0, "a ring planned for one");
+    bad |= in_a_cache(&c);
     free(raw);
     return bad;
 }

@@ -274,6 +274,13 @@ lint() {
     sed -n 's/^ *X(\(RA_[A-Z_]*\),.*/\1/p' ringattn.h | while read -r status; do
         grep -qw "$status" tests/*.c || echo "ringattn.h:1: statuses: no test mentions $status"
     done
+    shown="$(cat examples/*.[ch] examples/*/*.[ch] 2> /dev/null | sed 's,/\*.*,,' |
+        grep -o 'ra_[a-z0-9_]* *(' | tr -d ' (' | sort -u)"
+    sed '/stops reading here/q' ringattn.h | sed -n '/^RINGATTN_API/,/;/p' |
+        grep -o '\**ra_[a-z0-9_]*(' | tr -d '*(' | sort -u |
+        while read -r call; do
+            echo "$shown" | grep -qx "$call" || echo "ringattn.h:1: shown: no example calls $call"
+        done
     for f in README.md ringattn.h; do
         [ -f "$f" ] && awk -v name="$f" "$prose" "$f"
     done
@@ -308,6 +315,7 @@ bad_sample() {
         echo "int $(printf 'x%.0s' $(seq 100));"
         echo "/* TO""DO */"
         echo "static int ra__later(int a);"
+        echo "RINGATTN_API int ra_hidden(void);"
         echo "static int ra__many(int a, int (*b)(int, int), int c, int d, int e, int f,"
         echo "                    int g, int h, int i)"
         echo "{"
@@ -333,7 +341,8 @@ bad_sample "$scratch/bad"
 judged "$scratch/bad" > "$scratch/bad.log"
 deaf=0
 for rule in columns tabs blanks unfinished head contents banner includes macros undef \
-            conditionals opening length parameters forward calls braces statuses sentence top; do
+            conditionals opening length parameters forward calls braces statuses shown sentence \
+            top; do
     grep -q "^[^ ]*:[0-9]*: $rule: " "$scratch/bad.log" && continue
     echo "tests/lint.sh:1: self-test: rule '$rule' finds nothing in the bad sample"
     deaf=1
