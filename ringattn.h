@@ -806,7 +806,8 @@ typedef struct ra_transport ra_transport;
 /* Makes the schedule of d->rank, or refuses d. No schedule can deadlock. Needs no network and no
  * workspace, and copies d and its arrays. Allocates once, from a (null: malloc), 2 bits per rank
  * and chunk and a few hundred bytes per chunk. The time grows with tokens / RA_BLOCK_TOKENS +
- * chunks * ranks / 64 (INTERVALS: with tokens). Threads, rings and layers may share a plan. */
+ * chunks * ranks / 64 (INTERVALS, and RUNS with strides: with tokens). Threads, rings and layers
+ * may share a plan. */
 RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a);
 RINGATTN_API void      ra_plan_destroy(ra_plan *plan);               /* null is fine */
 
@@ -10958,113 +10959,31 @@ static ra_status ra__check_layout(const ra_desc *d, ra_error *e) {
     return x.status;
 }
 
-/* First common position of two runs, or -1. With strides s and t and g = gcd(s, t), position
- * a.first + i s of run a is a position b.first + j t of run b if i s = b.first - a.first mod t,
- * that is i = (b.first - a.first) / g * (s / g)^-1 mod t / g, with the inverse by Euclid's
- * algorithm. The others follow at multiples of lcm(s, t). Strides of runs of more than one row are
- * below 2^31. */
-static int64_t ra__runs_meet(const ra_run *a, const ra_run *b) {
-    const int64_t sa = ra__run_step(a), sb = ra__run_step(b);
-    int64_t g = sa, rest = sb, x = 1, y = 0, step, i, p;
-    int64_t low = ra__max(a->first, b->first);
-    while (rest) {                     /* g = x s mod t, rest = y s mod t */
-        int64_t q = g / rest, t = g - q * rest;
-        g = rest;
-        rest = t;
-        t = x - q * y;
-        x = y;
-        y = t;
-    }
-    if ((b->first - a->first) % g) return -1;
-    step = sb / g;
-    i = (b->first - a->first) / g % step * (x % step) % step;
-    p = a->first + (i < 0 ? i + step : i) * sa;
-    step *= sa;
-    if (p < low) p += ra__ceil_div(low - p, step) * step;
-    return p <= ra__min(ra__run_last(a), ra__run_last(b)) ? p : -1;
-}
-
-/* Run i comes before run j by first position. */
-RA__INLINE int ra__run_before(const ra_run *runs, int64_t i, int64_t j) {
-    return runs[i].first < runs[j].first || (runs[i].first == runs[j].first && i < j);
-}
-
-/* Moves entry i of a heap of n runs down to its place. In a heap the last run is on top. */
-static void ra__order_sift(const ra_run *runs, int64_t *at, int64_t i, int64_t n) {
-    int64_t x = at[i];
-    for (int64_t child; (child = 2 * i + 1) < n; i = child) {
-        if (child + 1 < n && ra__run_before(runs, at[child], at[child + 1])) child++;
-        if (ra__run_before(runs, at[child], x)) break;
-        at[i] = at[child];
-    }
-    at[i] = x;
-}
-
-static void ra__order_heap(const ra_run *runs, int64_t *at, int64_t n) {
-    for (int64_t i = n / 2 - 1; i >= 0; i--) ra__order_sift(runs, at, i, n);
-}
-
-/* Sorts n runs of a table by first position. */
-static void ra__order_sort(const ra_run *runs, int64_t *at, int64_t n) {
-    ra__order_heap(runs, at, n);
-    for (int64_t i = n - 1; i > 0; i--) {
-        int64_t top = at[0];
-        at[0] = at[i];
-        at[i] = top;
-        ra__order_sift(runs, at, 0, i);
-    }
-}
-
-/* Writes the first runs of a table of n after run `after` (-1: from the start), sorted; returns how
- * many. Checks allocate nothing, so a large table is sorted in windows of this size. */
-enum { RA__ORDER = 2048 };
-static int64_t ra__order_next(const ra_run *runs, int64_t n, int64_t after,
-                              int64_t at[RA__ORDER]) {
-    int64_t m = 0;
-    for (int64_t i = 0; i < n; i++) {
-        if (after >= 0 && !ra__run_before(runs, after, i)) continue;
-        if (m < RA__ORDER) {
-            at[m++] = i;
-            if (m == RA__ORDER) ra__order_heap(runs, at, m);
-        } else if (ra__run_before(runs, i, at[0])) {
-            at[0] = i;
-            ra__order_sift(runs, at, 0, m);
+/* A position that is in two of n runs; -1: there is none. Positions are marked in a window of bits,
+ * which goes on to the next position that is not below its end. */
+enum { RA__WINDOW = 1 << 17 };
+static int64_t ra__held_twice(const ra_run *runs, int64_t n) {
+    uint64_t held[(int32_t)RA__WINDOW / 64];
+    for (int64_t from = 0, next; from < INT64_MAX; from = next) {
+        memset(held, 0, sizeof held);
+        next = INT64_MAX;
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t step = ra__run_step(&runs[i]), last = ra__run_last(&runs[i]);
+            int64_t p = runs[i].first;
+            if (p < from) p += ra__round_up(from - p, step);
+            while (p <= last && p < from + RA__WINDOW) {
+                const int64_t bit = (p - from) % 64;
+                uint64_t *word = &held[(p - from) / 64];
+                const int all = step == 1 && !bit && last - p >= 63 && !*word;
+                const uint64_t bits = all ? UINT64_MAX : (uint64_t)1 << bit;
+                if (*word & bits) return p;
+                *word |= bits;
+                p += all ? 64 : step;
+            }
+            if (p <= last) next = ra__min(next, p);
         }
     }
-    ra__order_sort(runs, at, m);
-    return m;
-}
-
-/* A position that one of m sorted runs shares with another of them or with a run up to `after`, all
- * of which come before them; -1: there is none. Only runs whose spans overlap are compared. */
-static int64_t ra__order_meet(const ra_run *runs, int64_t n, int64_t after, const int64_t *at,
-                              int64_t m) {
-    int64_t reach = -1, cluster = 0, p = -1;
-    for (int64_t i = 0; i < m && p < 0; i++) {
-        const ra_run *run = &runs[at[i]];
-        if (run->first > reach) cluster = i;
-        for (int64_t j = cluster; j < i && p < 0; j++)
-            if (ra__run_last(&runs[at[j]]) >= run->first) p = ra__runs_meet(&runs[at[j]], run);
-        reach = ra__max(reach, ra__run_last(run));
-    }
-    for (int64_t i = 0; after >= 0 && i < n && p < 0; i++) {
-        const int64_t last = ra__run_last(&runs[i]);
-        if (last < runs[at[0]].first || ra__run_before(runs, after, i)) continue;
-        for (int64_t j = 0; j < m && p < 0 && runs[at[j]].first <= last; j++)
-            p = ra__runs_meet(&runs[i], &runs[at[j]]);
-    }
-    return p;
-}
-
-/* No position may be in two runs of a table. Its entries are in range. */
-static ra_status ra__check_held(const ra_run *runs, int64_t n, const char *field, ra_error *e) {
-    int64_t at[RA__ORDER], after = -1, m;
-    for (int64_t done = 0; done < n; done += m, after = at[m - 1]) {
-        m = ra__order_next(runs, n, after, at);
-        int64_t p = ra__order_meet(runs, n, after, at, m);
-        if (p >= 0) return ra__refuse(e, RA_E_POSITIONS, field, "position # is held twice", p);
-    }
-    return RA_OK;
+    return -1;
 }
 
 /* The runs of all ranks, count[r] of rank r, the positions [first, end) that they may have, and the
@@ -11088,7 +11007,9 @@ static ra_status ra__check_runs(const ra__run_table *t, int32_t ranks, ra_error 
         const ra_status s = ra__check_run(t->run, i, 1, t->first, t->end, t->run_field, "", e);
         if (s) return s;
     }
-    return ra__check_held(t->run, n, t->run_field, e);
+    const int64_t p = ra__held_twice(t->run, n);
+    if (p < 0) return RA_OK;
+    return ra__refuse(e, RA_E_POSITIONS, t->run_field, "position # is held twice", p);
 }
 
 static ra_status ra__check_layout_arrays(const ra_desc *d, ra_error *e) {

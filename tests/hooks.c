@@ -68,10 +68,6 @@ int hook_gettime(int clock, struct timespec *time) {
     return 0;
 }
 
-int64_t hook_runs_meet(const ra_run *a, const ra_run *b) {
-    return ra__runs_meet(a, b);
-}
-
 int hook_plans_agree(const ra_plan *a, const ra_plan *b) {
     return !memcmp(&a->agreed, &b->agreed, sizeof a->agreed);
 }

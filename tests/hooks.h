@@ -33,9 +33,6 @@ static inline ra_world *hook_world(int ranks) {
     return world;
 }
 
-/* The lowest position that two runs share, or -1. */
-int64_t hook_runs_meet(const ra_run *a, const ra_run *b);
-
 /* 1: ranks with these plans find no difference when they compare them. */
 int hook_plans_agree(const ra_plan *a, const ra_plan *b);
 

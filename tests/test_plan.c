@@ -471,38 +471,45 @@ static int run_has(const ra_run *run, int64_t p) {
     return at >= 0 && at % run->stride == 0 && at / run->stride < run->count;
 }
 
+/* The first position that two runs share, as the refusal of a layout names it; -1: none. */
+static int64_t runs_meet(const ra_run *a, const ra_run *b) {
+    static const int32_t count[2] = { 1, 1 };
+    ra_run run[2];
+    ra_error e = { 0 };
+    ra_desc d = ra_desc_make(1, 1, 1, RA_F32, RA_MASK_CAUSAL);
+    run[0] = *a;
+    run[1] = *b;
+    d.ranks = 2;
+    d.tokens = RA_MAX_POSITION;
+    d.layout.kind = RA_LAYOUT_RUNS;
+    d.layout.q_runs = run;
+    d.layout.q_run_count = count;
+    d.error = &e;
+    const ra_status s = ra_desc_resolve(&d, &d);
+    if (s == RA_OK || !CHECK_EQ(s, RA_E_POSITIONS)) return -1;
+    return strtoll(e.text + strcspn(e.text, "0123456789"), NULL, 10);
+}
+
 TEST(runs_with_common_positions) {
-    static const int64_t top = (int64_t)RA_MAX_POSITION - 1;
-    ra_run hostile[2];
+    ra_run far[2] = { { 5, 2, 1 << 30 }, { 6, 2, (1 << 30) - 1 } };
     int64_t p;
     for (int64_t i = 0; i < 20000; i++) {
         h_rng r = h_case_rng(i);
         ra_run run[2];
         if (!h_case(i)) continue;
         for (int k = 0; k < 2; k++) {
-            run[k].first = h_range(&r, 0, 60);
-            run[k].stride = h_range(&r, 1, i % 2 ? 40 : 6);
-            run[k].count = h_range(&r, 1, 20);
+            const int wide = i % 8 == 0;   /* beyond a window of bits */
+            run[k].first = h_range(&r, 0, wide ? 300 : 60);
+            run[k].stride = h_range(&r, 1, i % 2 ? 40 : wide ? 3 : 6);
+            run[k].count = h_range(&r, 1, wide ? 200000 : 20);
         }
-        for (p = 0; p < 1000 && !(run_has(&run[0], p) && run_has(&run[1], p)); p++) {}
-        CHECK_EQ(hook_runs_meet(&run[0], &run[1]), p < 1000 ? p : -1);
-        CHECK_EQ(hook_runs_meet(&run[1], &run[0]), p < 1000 ? p : -1);
+        for (p = run[0].first; run_has(&run[0], p) && !run_has(&run[1], p);) p += run[0].stride;
+        CHECK_EQ(runs_meet(&run[0], &run[1]), run_has(&run[0], p) ? p : -1);
+        CHECK_EQ(runs_meet(&run[1], &run[0]), run_has(&run[0], p) ? p : -1);
     }
-    for (int64_t i = 0; i < 2; i++) {          /* walking would take 2^30 steps */
-        hostile[i].first = i;
-        hostile[i].stride = 2;
-        hostile[i].count = top / 2;
-    }
-    CHECK_EQ(hook_runs_meet(&hostile[0], &hostile[1]), -1);
-    hostile[1].stride = top - 1;       /* odd: two rows, the second one even */
-    hostile[1].count = 2;
-    CHECK_EQ(hook_runs_meet(&hostile[0], &hostile[1]), top % 2 ? -1 : top);
-    hostile[0].first = 5;
-    hostile[0].stride = 1 << 30;
-    hostile[0].count = 2;
-    hostile[1].first = 6;
-    hostile[1].stride = (1 << 30) - 1;
-    CHECK_EQ(hook_runs_meet(&hostile[0], &hostile[1]), 5 + (1 << 30));
+    CHECK_EQ(runs_meet(&far[0], &far[1]), 5 + (1 << 30));
+    far[1].stride--;
+    CHECK_EQ(runs_meet(&far[0], &far[1]), -1);
 }
 
 /* A table of runs is refused if and only if it has a position twice, and the sentence names one. */
