@@ -224,7 +224,9 @@
  *            With bf16 arithmetic (see RA_ISA_*) the softmax weights are rounded to bf16, in the
  *            numerator and in the denominator, which adds 0.004 max |V|. Sums are then single
  *            chains: both minima become Dk and keys. The backward pass also rounds dO and the score
- *            gradients. With integer arithmetic (decoding q8_0, see RA_ISA_*) q is off by at most
+ *            gradients. With RA_ARITH_BF16 q, k and v of other dtypes are rounded too, which adds
+ *            (0.008 S + 0.004) max |V|.
+ *            With integer arithmetic (decoding q8_0, see RA_ISA_*) q is off by at most
  *            2^-16 of its row's largest magnitude, and a weight times the scale of a block of V by
  *            2^-16 of the largest of 16 keys. (q8_0 is itself off by 1/254 of a block's largest.)
  *   Bits     What the bits of a result depend on, besides the inputs:
@@ -256,8 +258,9 @@
  *   GQA, Dk != Dv, MLA    +      +      +      +
  *   decoding form         +      +      +      +   ra_attention with few query rows
  *   gradients, dropout    +      +      +      +
- *   bf16 arithmetic       -      -      +      -   where q, k and v are bf16, by AVX512_BF16 or
- *                                                  AMX; not under dropout
+ *   bf16 arithmetic       -      -      +      -   where q, k and v are bf16, or on request (see
+ *                                                  ra_desc.arith), by AVX512_BF16 or AMX; not under
+ *                                                  dropout
  *   integer arithmetic    -      -      +      -   decoding where k and v are q8_0, by AVX512_BF16
  *                                                  or AMX; processors with VNNI and VBMI
  *
@@ -379,9 +382,9 @@ typedef struct ra_allocator {          /* all zero: malloc and free; otherwise s
  * Stored in int32_t fields. */
 enum { RA_DTYPE_UNSET, RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
 /* Instruction sets. AUTO is the fastest that this processor has. AVX512_BF16 and AMX multiply bf16
- * if q, k and v are all bf16 (not with dropout; AMX not in the decoding form). If k and v are q8_0
- * both decode by products of integers, provided that the processor has AVX512 VNNI and VBMI. In all
- * other cases they compute in f32, as AVX512 always does. */
+ * if q, k and v are all bf16, or if RA_ARITH_BF16 is set (not with dropout; AMX not in the decoding
+ * form). If k and v are q8_0 both decode by products of integers, provided that the processor has
+ * AVX512 VNNI and VBMI. In all other cases they compute in f32, as AVX512 always does. */
 enum { RA_ISA_AUTO, RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16, RA_ISA_AMX,
        RA_ISA_NEON };
 enum { RA_MASK_UNSET, RA_MASK_NONE, RA_MASK_CAUSAL, RA_MASK_INTERVALS };
@@ -397,6 +400,11 @@ enum { RA_ORDER_DESCENDING = 1, RA_ORDER_ASCENDING = 2, RA_ORDER_ROUNDS = 3 };
  * draft of n tokens gives exactly the tokens that n single steps give, however prompts are cut.
  * Needs Hq / Hkv <= 16. Prefill in bf16 takes twice as long. */
 enum { RA_FORM_AUTO, RA_FORM_SAME };
+/* What q, k and v may be rounded to before they are multiplied. DTYPE: to nothing. BF16: to bf16,
+ * whatever their dtypes, so that AVX512_BF16 and AMX multiply them as they do bf16, about twice as
+ * fast as f32. Other instruction sets do not round, and decoding only q where k and v are bf16.
+ * Numbers says what it costs. */
+enum { RA_ARITH_DTYPE, RA_ARITH_BF16 };
 /* How a gradient returns to its owner: in one message from the last rank that used the chunk, or on
  * around the ring from neighbour to neighbour. */
 enum { RA_RETURN_DIRECT, RA_RETURN_RING };
@@ -577,6 +585,7 @@ typedef struct ra_desc {
     float softcap;                     /* 1e-20 to 1e20: a scaled score s becomes softcap * tanh(s /
                                         * softcap); 0: off. ALiBi and bias are added after that */
     int32_t form;                      /* RA_FORM_*; not for plans, ra_fold and gradients */
+    int32_t arith;                     /* RA_ARITH_*; needs dropout = 0 */
     /* Ranks */
     int32_t ranks, rank;               /* ranks: up to 4096; 0: 1. rank is local */
     ra_layout layout;
@@ -2090,6 +2099,7 @@ static const char *const ra__names[][1 + RA__MOST_NAMES] = {
     { "RA_SCORE_", NULL, "ALIBI", "BIAS", NULL, "SINKS", NULL, NULL, NULL, "FACTORS" },
     { "RA_ORDER_", NULL, "DESCENDING", "ASCENDING", "ROUNDS" },
     { "RA_FORM_", "AUTO", "SAME" },
+    { "RA_ARITH_", "DTYPE", "BF16" },
     { "RA_RETURN_", "DIRECT", "RING" },
     { "RA_PASS_", "FORWARD", "BACKWARD" },
     { "RA_QUERIES_", "OWN", "ALL" },
@@ -2735,6 +2745,8 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  *
  * bf16 arithmetic. A weight is off by 2^-8 because it is rounded and by 7.5e-5 by its polynomial.
  * These go into E, because l sums the rounded weights. Sums over dims and keys are single chains.
+ * Inputs that are rounded to bf16 are off by 2^-8 of each element: a product of q and k by 2^-7 and
+ * 2^-16, so that E has S (2^-7 + 2^-16), and V by 2^-8 max |V|.
  *
  * The LSE is off by at most as much as o with V = 1, plus u |LSE|.
  *
@@ -6024,14 +6036,15 @@ RA__ISA_INLINE void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
 #include RINGATTN_SELF
 
 /* ========================================================================== AVX512 BF16
- * The tile body for q, k and v of bf16. Here and in AMX a pair is two bf16 in one lane. Products of
- * pairs a and b are vdpbf16ps: c += a1 b1, then c += a0 b0. Each step is rounded to f32, and
- * denormals count as zero. Panels are laid out as in KERNEL, except that q and p have pairs:
+ * The tile body for q, k and v of bf16, or rounded to it (RA_ARITH_BF16): queries as they are
+ * packed, K and V once for all panels of a task. Here and in AMX a pair is two bf16 in one lane.
+ * Products of pairs a and b are vdpbf16ps: c += a1 b1, then c += a0 b0. Each step is rounded to
+ * f32, and denormals count as zero. Panels are laid out as in KERNEL, but q and p have pairs:
  *   q    [Dk / 2][64 rows]  pairs of dims, multiplied by pairs of dims of K, broadcast
  *   p    [32][64 rows]      pairs of keys, multiplied by pairs of keys of V, broadcast
  *   acc  [Dv][64 rows]      f32
- * Dk and Dv are rounded up to 32 there, with zeros. K is read as stored. V is packed into pairs of
- * keys once for all panels of a task.
+ * Dk and Dv are rounded up to 32 there, with zeros. K is read by rows, V is packed into pairs of
+ * keys.
  *
  * In the functions below c[i][t] is a tile of sums in registers: ni keys, dims or query rows by nt
  * vectors of 16 lanes. s is a tile of scores. A piece is the softmax of a small part of a tile: it
@@ -6081,6 +6094,11 @@ typedef struct ra__bf_strip {
     float old_l[64];                   /* l before this block */
     float block_max[64];               /* of the scores of this block */
 } ra__bf_strip;
+
+/* 32 numbers as bf16: those of a, then those of b. */
+RA__BF_INLINE __m512i ra__bf_of_f32(__m512 a, __m512 b) {
+    return (__m512i)_mm512_cvtne2ps_pbh(b, a);
+}
 
 RA__BF_INLINE __m512 ra__bf_dot(__m512 c, __m512i a, __m512i b) {
     return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
@@ -6607,6 +6625,29 @@ RA__BF_STATIC void ra__fold_bf16(const ra__panel *panel, const ra__keys *keys, c
     }
 }
 
+/* Elements [d, d + 32) of a row, rounded to bf16; those that are not in m are 0, and so are
+ * denormals. d is a multiple of 32. */
+RA__BF_INLINE __m512i ra__bf_load_row(const uint8_t *row, int32_t d, int32_t dtype, uint32_t m) {
+    const __mmask16 low = (__mmask16)m, high = (__mmask16)(m >> 16);
+    const uint8_t *at = row + (dtype == RA_F32 ? 4 : 2) * (int64_t)d;
+    __m512 x, y;
+    if (dtype == RA_BF16) return _mm512_maskz_loadu_epi16(m, at);
+    if (dtype == RA_F32) {
+        x = _mm512_maskz_loadu_ps(low, at);
+        y = _mm512_maskz_loadu_ps(high, at + 64);
+    } else if (dtype == RA_F16) {
+        const __m512i half = _mm512_maskz_loadu_epi16(m, at);
+        x = _mm512_cvtph_ps(_mm512_castsi512_si256(half));
+        y = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
+    } else {
+        const uint8_t *block = row + (int64_t)d / 32 * 34;
+        const __m512 scale = ra__q8_0_scale_avx512(block);
+        x = _mm512_mul_ps(scale, ra__of_i8_avx512(block + 2));
+        y = _mm512_mul_ps(scale, ra__of_i8_avx512(block + 18));
+    }
+    return ra__bf_of_f32(x, y);
+}
+
 /* Packs Q as pairs of dims. Missing rows are zero, and so are dims up to a multiple of 32.
  * PERF: all rows are prefetched first. Zen 5, causal, 1024 tokens, share of the peak: D 64
  * 64.3 -> 65.4 %, D 128 71.5 -> 73. */
@@ -6614,17 +6655,15 @@ RA__BF_STATIC void ra__load_q_bf16(const ra__panel *panel, const void *src, int6
                                    int32_t dtype, int32_t dim) {
     const uint8_t *from = (const uint8_t *)src;
     __m512 r[16];
-    RINGATTN_ASSERT(dtype == RA_BF16); /* see ra__kernel_of */
-    (void)dtype;
     for (int32_t row = 0; row < panel->rows; row++)
-        ra__prefetch((uintptr_t)(from + row * stride), 2 * dim);
+        ra__prefetch((uintptr_t)(from + row * stride), (dtype == RA_F32 ? 4 : 2) * dim);
     for (int32_t row = 0; row < RA_BLOCK_TOKENS; row += 16)
         for (int32_t d = 0; d < dim; d += 32) {
             const uint32_t first = ra__bf_first_lanes(dim - d, 32);
-            const uint8_t *at = from + row * stride + 2 * d;
-            RA__UNROLL for (int32_t i = 0; i < 16; i++)
-                r[i] = _mm512_castsi512_ps(
-                    _mm512_maskz_loadu_epi16(row + i < panel->rows ? first : 0, at + i * stride));
+            const uint8_t *at = from + row * stride;
+            for (int32_t i = 0; i < 16; i++)
+                r[i] = _mm512_castsi512_ps(ra__bf_load_row(
+                    at + i * stride, d, dtype, row + i < panel->rows ? first : 0));
             ra__transpose_avx512(r);
             RA__UNROLL for (int32_t i = 0; i < 16; i++)
                 _mm512_storeu_ps(panel->q + (d / 2 + i) * 64 + row, r[i]);
@@ -6639,14 +6678,19 @@ RA__BF_STATIC void ra__load_acc_bf16(const ra__panel *panel, const float *src, i
     memset(panel->acc + dim * 64, 0, 64 * (size_t)more * sizeof *panel->acc);
 }
 
+/* Bytes of V rounded to bf16, before it is packed. */
+RA__BF_INLINE int64_t ra__bf_rounded_v(const ra_desc *d) {
+    return d->v_in_k || d->v_dtype == RA_BF16 ? 0 : RA_BLOCK_TOKENS * 2 * (int64_t)d->v_dim;
+}
+
 RA__BF_STATIC void ra__sizes_bf16(ra__bytes *out, const ra_desc *d, int32_t shared) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
     out->q = lane / 2 * ra__round_up(d->k_dim, 32);
     out->acc = lane * ra__round_up(d->v_dim, 32);
     out->s = lane * (64 + 32 + (d->scores & RA_SCORE_BIAS ? 64 : 0));
     out->batch = 1;
-    out->k = shared ? lane / 2 * d->k_dim : 0;
-    out->v = lane / 2 * ra__round_up(d->v_dim, 16);
+    out->k = shared || d->k_dtype != RA_BF16 ? lane / 2 * d->k_dim : 0;
+    out->v = lane / 2 * ra__round_up(d->v_dim, 16) + ra__bf_rounded_v(d);
 }
 
 /* Returns the pairs of two rows, of which `rows` exist: the elements in m, zeros elsewhere. Sets
@@ -6693,15 +6737,24 @@ RA__BF_STATIC int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t st
     return !_mm512_cmpge_epu16_mask(top, _mm512_set1_epi16(0x7f80));
 }
 
-/* Copies rows that several panels will read, so that they have no gaps. unit 1: rows without gaps
- * stay where they are. Tiles need unit 32: dims are zero up to a multiple of it, and rows up to
- * 64. */
-RA__BF_STATIC void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *stride, int32_t rows,
-                               int32_t dim, int32_t unit) {
+/* Copies rows that several panels will read, so that they have no gaps, and rounds those of other
+ * dtypes to bf16. unit 1: rows of bf16 without gaps stay where they are. Tiles need unit 32: dims
+ * are zero up to a multiple of it, and rows up to 64. */
+RA__BF_STATIC void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *stride, int32_t dtype,
+                               int32_t rows, int32_t dim, int32_t unit) {
     const int64_t row = 2 * ra__round_up(dim, unit);
+    const int32_t bytes = dtype == RA_F32 ? 4 * dim : 2 * dim;
     if (unit > 1) memset(to, 0, 64 * (size_t)row);
-    else if (*stride == row) return;
-    for (int32_t j = 0; j < rows; j++) memcpy(to + j * row, *from + j * *stride, 2 * (size_t)dim);
+    else if (dtype == RA_BF16 && *stride == row) return;
+    for (int32_t j = 0; j < rows; j++) {
+        const uint8_t *x = *from + j * *stride;
+        if (dtype == RA_BF16) memcpy(to + j * row, x, 2 * (size_t)dim);
+        else ra__prefetch((uintptr_t)x + (uintptr_t)(8 * *stride), bytes);
+        for (int32_t d = 0; d < dim && dtype != RA_BF16; d += 32) {
+            const uint32_t m = ra__bf_first_lanes(dim - d, 32);
+            _mm512_mask_storeu_epi16(to + j * row + 2 * d, m, ra__bf_load_row(x, d, dtype, m));
+        }
+    }
     *from = to;
     *stride = row;
 }
@@ -6713,14 +6766,23 @@ RA__BF_INLINE void ra__bf_find_v_in_k(ra__keys *keys, const ra_desc *d) {
     keys->v_stride = keys->k_stride;
 }
 
+/* Rounds V to bf16 unless it is bf16 or part of K, of which it is then the rounded columns. */
+RA__BF_INLINE void ra__bf_round_v(ra__keys *keys, const ra_desc *d, uint8_t *to) {
+    ra__bf_find_v_in_k(keys, d);
+    if (ra__bf_rounded_v(d))
+        ra__bf_copy(to, &keys->v, &keys->v_stride, d->v_dtype, keys->n, d->v_dim, 1);
+}
+
 RA__BF_STATIC void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__key_scratch *store,
                                     int32_t partial) {
+    const int64_t row = 4 * ra__round_up(d->v_dim, 16);
     (void)partial;
-    ra__bf_find_v_in_k(keys, d);
+    if (store->shared > 1 || d->k_dtype != RA_BF16)
+        ra__bf_copy(store->k, &keys->k, &keys->k_stride, d->k_dtype, keys->n, d->k_dim, 1);
+    ra__bf_round_v(keys, d, store->v + RA_BLOCK_TOKENS / 2 * row);
     keys->v_clean = ra__bf_pack_v(store->v, keys->v, keys->v_stride, keys->n, d->v_dim);
     keys->v = store->v;
-    keys->v_stride = 4 * ra__round_up(d->v_dim, 16);
-    if (store->shared > 1) ra__bf_copy(store->k, &keys->k, &keys->k_stride, keys->n, d->k_dim, 1);
+    keys->v_stride = row;
 }
 
 /* PERF: gcc compiles decoding and backward with two more passes. Zen 5, without: one row of bf16
@@ -7157,11 +7219,16 @@ RA__OPTIMIZE_END
 /* Loads a row of Q. It is not scaled: the factor is in `rows`. */
 RA__BF_STATIC void ra__decode_load_bf16(ra__decode_rows *rows, int32_t r, const void *src,
                                         float factor) {
-    const int32_t dim = rows->d->k_dim;
+    const int32_t dim = rows->d->k_dim, dtype = rows->d->q_dtype;
     const uint8_t *from = (const uint8_t *)src;
+    uint8_t rounded[2 * 1024];
     int32_t d = 0;
     (void)factor;
-    for (; d + 8 <= dim; d += 8) memcpy(rows->q + 2 * d + 4 * r, from + 2 * d, 16);
+    for (; d < dim && dtype != RA_BF16; d += 32)
+        _mm512_storeu_si512(rounded + 2 * d,
+                            ra__bf_load_row(from, d, dtype, ra__bf_first_lanes(dim - d, 32)));
+    if (d) from = rounded;
+    for (d = 0; d + 8 <= dim; d += 8) memcpy(rows->q + 2 * d + 4 * r, from + 2 * d, 16);
     if (d == dim) return;
     memset(rows->q + 2 * d + 4 * r, 0, 16);
     memcpy(rows->q + 2 * d + 4 * r, from + 2 * d, 2 * (size_t)(dim - d));
@@ -7235,11 +7302,6 @@ RA__BF_STATIC void ra__bf_back_begin(ra__bf_back *back, const ra__back_job *job,
 /* 1 if P and dS need more than products and a mask. */
 RA__BF_INLINE int32_t ra__bf_back_is_general(const ra__back_job *job) {
     return ra__score_is_modified(&job->panel->fwd.score) || job->panel->d_bias;
-}
-
-/* 32 numbers as bf16: those of a, then those of b. */
-RA__BF_INLINE __m512i ra__bf_of_f32(__m512 a, __m512 b) {
-    return (__m512i)_mm512_cvtne2ps_pbh(b, a);
 }
 
 /* Stores dS of keys j and j + 1 and 32 query rows, as rows and as pairs of keys. */
@@ -7535,31 +7597,25 @@ RA__BF_STATIC int32_t ra__bf_pack_rows(float *to, const ra__source *s, int32_t r
     return !bad;
 }
 
-/* Packs Q and dO. dO of another dtype is rounded to bf16 in the half of g_rows that the pairs do
- * not use. */
+/* Packs rows of a source, in q and as pairs of rows. Those of another dtype are first rounded to
+ * bf16 in the half of `pairs` that the pairs do not use. Returns 0 if there is a NaN or an
+ * infinity. */
+RA__BF_STATIC int32_t ra__bf_load_source(const ra__panel *panel, const ra__source *from,
+                                         float *pairs) {
+    uint8_t *rounded = (uint8_t *)(pairs + 32 * ra__round_up(from->dim, 64));
+    ra__source bf = *from;
+    if (bf.dtype != RA_BF16)
+        ra__bf_copy(rounded, &bf.data, &bf.stride, bf.dtype, panel->rows, bf.dim, 1);
+    ra__load_q_bf16(panel, bf.data, bf.stride, RA_BF16, from->dim);
+    return ra__bf_pack_rows(pairs, &bf, panel->rows);
+}
+
 RA__BF_STATIC void ra__load_back_bf16(ra__back_panel *panel, const ra__source *q,
                                       const ra__source *g) {
     ra__panel g_panel = panel->fwd;
-    ra__source bf = *g;
     g_panel.q = panel->g;
-    if (g->dtype != RA_BF16) {
-        bf.stride = 2 * (int64_t)g->dim;
-        bf.data = (const uint8_t *)(panel->g_rows + 32 * ra__round_up(g->dim, 64));
-        for (int32_t row = 0; row < panel->fwd.rows; row++)
-            for (int32_t d = 0; d < g->dim; d += RA__DELTA_DIMS) {
-                const int32_t n = g->dim - d < RA__DELTA_DIMS ? g->dim - d : RA__DELTA_DIMS;
-                float line[RA__DELTA_DIMS];
-                ra__read_row_avx512(line,
-                                    g->data + row * g->stride + d * (g->dtype == RA_F32 ? 4 : 2),
-                                    g->dtype, n);
-                ra__write_row_avx512((uint8_t *)(uintptr_t)bf.data + row * bf.stride + 2 * d, line,
-                                     RA_BF16, n);
-            }
-    }
-    ra__load_q_bf16(&panel->fwd, q->data, q->stride, RA_BF16, q->dim);
-    ra__load_q_bf16(&g_panel, bf.data, bf.stride, RA_BF16, g->dim);
-    panel->clean = ra__bf_pack_rows(panel->q_rows, q, panel->fwd.rows);
-    panel->clean &= ra__bf_pack_rows(panel->g_rows, &bf, panel->fwd.rows);
+    panel->clean = ra__bf_load_source(&panel->fwd, q, panel->q_rows);
+    panel->clean &= ra__bf_load_source(&g_panel, g, panel->g_rows);
 }
 
 /* PERF: single widened rows -> 16 rows at a time. All of backward, Zen 5, 2048 tokens, 8 heads,
@@ -7601,13 +7657,12 @@ RA__BF_STATIC void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
 
 RA__BF_STATIC int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d,
                                             const ra__key_scratch *store, int32_t partial) {
-    const int32_t clean = ra__bf_pack_v(store->k, keys->k, keys->k_stride, keys->n, d->k_dim);
     (void)partial;
-    ra__bf_copy(store->k + 128 * ra__round_up(d->k_dim, 16), &keys->k, &keys->k_stride, keys->n,
-                d->k_dim, 1);
+    ra__bf_copy(store->k + 128 * ra__round_up(d->k_dim, 16), &keys->k, &keys->k_stride, d->k_dtype,
+                keys->n, d->k_dim, 1);
     if (d->v_in_k) ra__bf_find_v_in_k(keys, d);
-    else ra__bf_copy(store->v, &keys->v, &keys->v_stride, keys->n, d->v_dim, 1);
-    return clean;
+    else ra__bf_copy(store->v, &keys->v, &keys->v_stride, d->v_dtype, keys->n, d->v_dim, 1);
+    return ra__bf_pack_v(store->k, keys->k, keys->k_stride, keys->n, d->k_dim);
 }
 
 static const ra__kernel ra__kernel_bf16 = {
@@ -8608,7 +8663,7 @@ RA__AMX_STATIC void ra__sizes_amx(ra__bytes *out, const ra_desc *d, int32_t shar
     out->s = lane * (2 * (64 + 32) + (d->scores & RA_SCORE_BIAS ? 64 : 0));
     out->batch = shared ? RA__BATCH : 1;
     out->k = lane / 2 * ra__round_up(d->k_dim, 32);
-    out->v = lane / 2 * ra__round_up(d->v_dim, 32);
+    out->v = lane / 2 * ra__round_up(d->v_dim, 32) + ra__bf_rounded_v(d);
 }
 
 /* Packs V^T as [2][dim rounded up to 32][32 keys], with zeros beyond the last key. Returns 0 if
@@ -8631,14 +8686,15 @@ RA__AMX_STATIC int32_t ra__amx_pack_v(uint8_t *to, const uint8_t *from, int64_t 
 
 RA__AMX_STATIC void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__key_scratch *store,
                                     int32_t partial) {
-    const int64_t row = 2 * ra__round_up(d->k_dim, 32);
+    const int64_t row = 2 * ra__round_up(d->k_dim, 32), v_row = 64 * ra__round_up(d->v_dim, 32);
     (void)partial;
-    ra__bf_find_v_in_k(keys, d);
+    if (d->k_dtype != RA_BF16 || d->k_dim % 32 || keys->n % 32 ||
+        (store->shared && keys->k_stride != row))
+        ra__bf_copy(store->k, &keys->k, &keys->k_stride, d->k_dtype, keys->n, d->k_dim, 32);
+    ra__bf_round_v(keys, d, store->v + 2 * v_row);
     keys->v_clean = ra__amx_pack_v(store->v, keys->v, keys->v_stride, keys->n, d->v_dim);
     keys->v = store->v;
-    keys->v_stride = 64 * ra__round_up(d->v_dim, 32);
-    if (d->k_dim % 32 || keys->n % 32 || (store->shared && keys->k_stride != row))
-        ra__bf_copy(store->k, &keys->k, &keys->k_stride, keys->n, d->k_dim, 32);
+    keys->v_stride = v_row;
 }
 
 /* ---- backward
@@ -8793,15 +8849,17 @@ RA__AMX_STATIC void ra__sizes_back_amx(ra__bytes *out, const ra_desc *d) {
 
 RA__AMX_STATIC int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d,
                                             const ra__key_scratch *store, int32_t partial) {
-    const int32_t clean = ra__amx_pack_v(store->k, keys->k, keys->k_stride, keys->n, d->k_dim);
+    const int32_t v_dtype = d->v_in_k ? RA_BF16 : d->v_dtype;
     (void)partial;
+    if (d->k_dtype != RA_BF16 || d->k_dim % 32 || keys->n % 32 ||
+        keys->k_stride % RA__ALIAS_BYTES == 0)
+        ra__bf_copy(store->k + 128 * ra__round_up(d->k_dim, 32), &keys->k, &keys->k_stride,
+                    d->k_dtype, keys->n, d->k_dim, 32);
     ra__bf_find_v_in_k(keys, d);
-    if (d->k_dim % 32 || keys->n % 32 || keys->k_stride % RA__ALIAS_BYTES == 0)
-        ra__bf_copy(store->k + 128 * ra__round_up(d->k_dim, 32), &keys->k, &keys->k_stride, keys->n,
-                    d->k_dim, 32);
-    if (d->v_dim % 32 || keys->n % 32 || keys->v_stride % RA__ALIAS_BYTES == 0)
-        ra__bf_copy(store->v, &keys->v, &keys->v_stride, keys->n, d->v_dim, 32);
-    return clean;
+    if (v_dtype != RA_BF16 || d->v_dim % 32 || keys->n % 32 ||
+        keys->v_stride % RA__ALIAS_BYTES == 0)
+        ra__bf_copy(store->v, &keys->v, &keys->v_stride, v_dtype, keys->n, d->v_dim, 32);
+    return ra__amx_pack_v(store->k, keys->k, keys->k_stride, keys->n, d->k_dim);
 }
 
 static const ra__kernel ra__kernel_amx = {
@@ -9046,26 +9104,33 @@ static const ra__kernel *ra__kernel_f32(int32_t isa) {
     return &ra__kernel_scalar;
 }
 
-/* The kernel of a resolved descriptor. It depends on instruction set, dtypes and dropout, not on
- * the number of rows. Only kernels with f32 arithmetic have dropout. */
+/* 1 if K and V are in this dtype. */
+RA__INLINE int ra__kv_are(const ra_desc *d, int32_t dtype) {
+    return d->k_dtype == dtype && (d->v_in_k || d->v_dtype == dtype);
+}
+
+/* The kernel of a resolved descriptor. It depends on instruction set, dtypes, arith and dropout,
+ * not on the number of rows. Only kernels with f32 arithmetic have dropout. */
 static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
 #if RA__X86
-    if (d->q_dtype == RA_BF16 && d->k_dtype == RA_BF16 && d->v_dtype == RA_BF16)
-        if (d->isa >= RA_ISA_AVX512_BF16 && d->dropout <= 0.0f)
-            return d->isa == RA_ISA_AMX ? &ra__kernel_amx : &ra__kernel_bf16;
+    const int bf16 = d->arith == RA_ARITH_BF16 ||
+                     (d->q_dtype == RA_BF16 && ra__kv_are(d, RA_BF16));
+    if (bf16 && d->isa >= RA_ISA_AVX512_BF16 && d->dropout <= 0.0f)
+        return d->isa == RA_ISA_AMX ? &ra__kernel_amx : &ra__kernel_bf16;
 #endif
     return ra__kernel_f32(d->isa);
 }
 
-/* The kernel for decoding. AMX has none of its own and decodes with that of AVX-512. */
+/* The kernel for decoding. AMX has none of its own and decodes with that of AVX-512. Keys that
+ * are not bf16 are widened as they are read, which costs no more than rounding them would. */
 static RA__UNUSED const ra__kernel *ra__kernel_decode(const ra_desc *d) {
 #if RA__X86
-    const int32_t int8 = d->k_dtype == RA_Q8_0 && (d->v_in_k || d->v_dtype == RA_Q8_0);
-    if (int8 && d->isa >= RA_ISA_AVX512_BF16 && (ra__isa_detect() & (uint32_t)RA__INT8_FAST))
+    if (ra__kv_are(d, RA_Q8_0) && d->isa >= RA_ISA_AVX512_BF16 &&
+        (ra__isa_detect() & (uint32_t)RA__INT8_FAST))
         return &ra__kernel_q8;
 #endif
     const ra__kernel *kernel = ra__kernel_of(d);
-    return kernel->decode_fold ? kernel : ra__kernel_f32(d->isa);
+    return kernel->decode_fold && ra__kv_are(d, RA_BF16) ? kernel : ra__kernel_f32(d->isa);
 }
 
 /* 1 if decoding uses decode_near: not on Zen 4, see DECODE. */
@@ -10725,6 +10790,7 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     ra__number(&x, "chunk_tokens", d->chunk_tokens, 0, 1 << 24);
     ra__number(&x, "buffers", d->buffers, 0, 64);
     ra__constant(&x, "form", d->form, 0, RA_FORM_SAME, "RA_FORM_#");
+    ra__constant(&x, "arith", d->arith, 0, RA_ARITH_BF16, "RA_ARITH_#");
     ra__refuse_if(&x, d->order < 0 || d->order > RA_ORDER_ROUNDS, RA_E_ENUM, "order",
                   "must be 0 or RA_ORDER_ROUNDS; it was #", d->order);
     ra__number(&x, "threads", d->threads, 0, 4096);
@@ -10841,6 +10907,8 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
                   "must be 0 with train = 1, is #: pages have no gradients", d->page_tokens);
     ra__refuse_if(&x, d->form && d->train, RA_E_SHAPE, "form", "RA_FORM_# needs train = 0",
                   d->form);
+    ra__refuse_if(&x, d->arith && d->dropout > 0.0f, RA_E_UNSUPPORTED, "arith",
+                  "RA_ARITH_# needs dropout = 0", d->arith);
     ra__refuse_if(&x, !d->train && d->grad_return, RA_E_SHAPE, "grad_return",
                   "RA_RETURN_# needs train = 1", d->grad_return);
     ra__refuse_if(&x, d->order && d->order != RA_ORDER_ROUNDS, RA_E_UNSUPPORTED, "order",
@@ -15580,7 +15648,7 @@ static void ra__agree_plain(const ra_desc *d, uint64_t *topic) {
     const int64_t sizes[] = { RINGATTN_VERSION, d->sequences, d->ranks, d->q_heads, d->kv_heads,
                               d->k_dim, d->v_dim, d->v_in_k, d->v_column, d->tokens, d->kv_tokens,
                               d->q_offset };
-    const int64_t dtypes[] = { d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype };
+    const int64_t dtypes[] = { d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype, d->arith };
     const int64_t training[] = { d->train, d->grad_dtype, d->grad_return };
     const int64_t messages[] = { d->chunk_tokens, d->buffers, d->order };
     const float scores[] = { d->scale, d->softcap };
@@ -17864,7 +17932,7 @@ static int32_t ra__ring_event_hop(const ra_ring *r, int64_t c, int32_t receiver)
 /* Adds what the ranks disagree about, what is corrupt, or that the deadline was not absolute. */
 static void ra__failure_hint(const ra_ring *r, const ra_failure *f, ra__text *x) {
     static const char *const name[RA__AGREE_TOPICS + 1] = {
-        "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
+        "sizes", "dtypes or arith", "mask", "layout", "scale, scores, alibi or sinks",
         "forward or backward, gradients, dropout or seed",
         "chunk_tokens, buffers, order, rates, trust_plans, checksums or resumable",
         "the address space, although the transport declares RA_CAP_SHARED" };
@@ -22676,7 +22744,8 @@ static int ra__cache_sums(const ra_cache *c, int64_t length) {
  * the bytes of topics and, after those, of counts. */
 static ra_status ra__cache_check_frame(ra_cache *c, const ra__swap *x) {
     static const char *const name[RA__AGREE_TOPICS + 2] = {
-        "(kv_)tokens, dims or cache.new_tokens", "dtypes", "mask", "layout.weights or cache.lanes",
+        "(kv_)tokens, dims or cache.new_tokens", "dtypes or arith", "mask",
+        "layout.weights or cache.lanes",
         "scale, softcap, scores, alibi or sinks", "cache.queries or cache.travel",
         "form, rates, checksums or transport", "cached or fresh", "an agreed field" };
     const ra_transport_op *in = &x->side[RA__SWAP_IN].op;

@@ -74,9 +74,9 @@ static const char *const mask_names[] = { "", "window", "documents", "prefix", "
                                           "intervals" };
 
 /* Kinds of rows: see `kinds`. */
-enum { FORWARD, BACKWARD, MASK, ALIBI, BIAS_KEY, BIAS_FULL, SINKS, SOFTCAP, TAILS, STRIDES, DIMS,
-       DECODE, DECODE_MASK, DECODE_BIAS, DECODE_ALIBI, DECODE_SOFTCAP, SHORT, SMALL, OFF, SIMPLE,
-       LOOP, RING, CACHE, PREFILL, KINDS };
+enum { FORWARD, BACKWARD, ARITH, MASK, ALIBI, BIAS_KEY, BIAS_FULL, SINKS, SOFTCAP, TAILS, STRIDES,
+       DIMS, DECODE, DECODE_MASK, DECODE_BIAS, DECODE_ALIBI, DECODE_SOFTCAP, SHORT, SMALL, OFF,
+       SIMPLE, LOOP, RING, CACHE, PREFILL, KINDS };
 
 typedef struct row {
     int32_t kind, isa, dtype, mask, mask_more, versus, layout;
@@ -86,6 +86,7 @@ typedef struct row {
     int32_t sequences;                 /* of a cache; each has the tokens above */
     int32_t apart;                     /* 1: the keys of a head are adjacent, [head][token][dim] */
     int32_t form;                      /* RA_FORM_* */
+    int32_t f32_queries;               /* 1: whatever the dtype of keys */
 } row;
 
 typedef struct result {
@@ -294,7 +295,9 @@ typedef struct load {
 
 typedef struct data { void *q, *k, *v, *o; int64_t kv_bytes; } data;
 
-static int32_t q_dtype(const row *r) { return r->dtype == RA_Q8_0 ? RA_F32 : r->dtype; }
+static int32_t q_dtype(const row *r) {
+    return r->dtype == RA_Q8_0 || r->f32_queries ? RA_F32 : r->dtype;
+}
 
 static int v_in_k(const row *r) { return r->kv_heads == 1 && r->v_dim < r->dim; }
 
@@ -329,6 +332,7 @@ static ra_desc desc_make(const row *r) {
     d.isa = r->isa;
     d.threads = r->threads;
     d.form = r->form;
+    if (r->kind == ARITH) d.arith = RA_ARITH_BF16;
     return d;
 }
 
@@ -871,6 +875,7 @@ static const struct kind {
 } kinds[KINDS] = {
     { "forward", "full and causal attention of whole sequences", make_attention, 0.8, 0 },
     { "backward", "gradients of the same", make_backward, 1.0, 0 },
+    { "arith", "f32 queries by RA_ARITH_BF16, next to without", make_attention, 1.0, 0 },
     { "mask", "other masks, next to a causal mask", make_attention, 1.0, 0 },
     { "alibi", "ALiBi, next to none", make_attention, 1.0, 0 },
     { "bias_key", "a bias per key, next to none", make_attention, 1.0, 0 },
@@ -922,7 +927,8 @@ static void run_row(const row *r, result *out) {
         pool_run(t.kernel.fn, t.kernel.ctx, t.kernel.nth);
     if (trial_good(r, &t)) {
         peak = kind->reads ? read_op(&p, &x, r->threads)
-                           : fma_op(&p, r->isa, r->dtype, r->threads);
+                           : fma_op(&p, r->isa, r->kind == ARITH ? RA_BF16 : r->dtype,
+                                    r->threads);
         peak.once = t.kernel.once;
         out->unit = kind->reads ? "GB/s" : "GFLOP/s";
         measure(&t.kernel, r->versus ? &t.versus : NULL, &peak, kind->seconds, out);
@@ -991,6 +997,18 @@ static void add_storage(int large) {
         add_squares(isas[i], RA_BF16, isas[i] == RA_ISA_SCALAR ? 1024 : 4096);
     }
     add_squares(best_f32(), RA_Q8_0, 4096);
+}
+
+/* Products in 16 bits by request, of every dtype of keys. */
+static void add_arith(int32_t isa) {
+    for (int32_t dtype = RA_F32; dtype <= RA_Q8_0; dtype++)
+        for (int i = 0; i < 4; i++) {
+            row r = row_make(ARITH, isa, dtype, i % 2 ? RA_MASK_CAUSAL : RA_MASK_NONE,
+                             i < 2 ? 64 : 128, 4096);
+            r.versus = VERSUS_PLAIN;
+            r.f32_queries = 1;
+            add(r);
+        }
 }
 
 static void add_backward(int32_t isa, int32_t dtype, int large) {
@@ -1133,6 +1151,7 @@ static void add_all(int large) {
     const int32_t best = ra_isa_best(), f32 = best_f32();
     add_forward(large);
     add_storage(large);
+    if (bf16_isa(best)) add_arith(best);
     add_backward(f32, RA_F32, large);
     if (f32 == RA_ISA_AVX512) add_backward(RA_ISA_AVX2, RA_F32, 0);
     if (bf16_isa(best)) add_backward(best, RA_BF16, large);
@@ -1833,6 +1852,11 @@ static void square_tables(FILE *f) {
     square_line(f, "bf16 in memory", FORWARD, f32, RA_BF16);
     square_line(f, "q8_0 in memory", FORWARD, f32, RA_Q8_0);
     if (bf16_isa(best)) square_line(f, "bf16 products", FORWARD, best, RA_BF16);
+    for (int32_t dtype = RA_F32; dtype <= RA_Q8_0 && bf16_isa(best); dtype++) {
+        char name[48];
+        snprintf(name, sizeof name, "RA_ARITH_BF16, f32 over %s", dtype_text(dtype));
+        square_line(f, name, ARITH, best, dtype);
+    }
     table_head(f, "Gradients, the same", columns);
     square_line(f, "f32", BACKWARD, f32, RA_F32);
     if (f32 == RA_ISA_AVX512) square_line(f, "f32, by AVX2", BACKWARD, RA_ISA_AVX2, RA_F32);

@@ -15,6 +15,7 @@ enum { CALL_ATTEND, CALL_FORWARD, CALL_STEP, CALL_JOIN, CALL_ATTENTION };
 typedef struct problem {
     int32_t B, Hq, Hkv, Dk, Dv, v_in_k, v_column;
     int32_t q_dtype, k_dtype, v_dtype, o_dtype, scores;
+    int32_t arith;                     /* RA_ARITH_*; the oracle knows nothing of it */
     int64_t tq[MAX_B], tk[MAX_B];      /* tokens of each sequence */
     int64_t q_max, k_max, q_offset;    /* longest; position of the first query */
     ra_mask mask;
@@ -598,6 +599,7 @@ static inline void describe_case(const problem *p, const setup *s) {
     h_more("qkvo %c%c%c%c ", dtypes[p->q_dtype], dtypes[p->k_dtype], dtypes[p->v_dtype],
            dtypes[p->o_dtype]);
     describe_mask(&p->mask);
+    if (p->arith) h_more(" arith %d", (int)p->arith);
     if (p->scale != 0) h_more(" scale %g", (double)p->scale);
     if (p->softcap != 0) h_more(" cap %g", (double)p->softcap);
     if (p->scores & RA_SCORE_ALIBI) h_more(" alibi");
@@ -704,6 +706,7 @@ static inline ra_desc rank_desc(const problem *p, const setup *s, int rank) {
     if (s->call != CALL_ATTENTION || s->layout < RA_LAYOUT_RUNS) describe_layout(s, &d.layout);
     d.scale = p->scale;
     d.softcap = p->softcap;
+    d.arith = p->arith;
     d.chunk_tokens = s->chunk_tokens;
     d.buffers = s->buffers;
     d.order = s->order;

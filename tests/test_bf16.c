@@ -116,6 +116,93 @@ TEST(gradients) {
     }
 }
 
+/* 1 if n floats are equal to the bit, or both are NaN. */
+static int same_numbers(const float *a, const float *b, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        if (memcmp(a + i, b + i, 4) && !(a[i] != a[i] && b[i] != b[i])) {
+            printf("    number %lld of %lld: %.9g and %.9g\n", (long long)i, (long long)n,
+                   (double)a[i], (double)b[i]);
+            return 0;
+        }
+    return 1;
+}
+
+/* Rounds the inputs of a problem to bf16. */
+static void round_inputs(problem *p) {
+    for (int64_t i = 0; i < p->B * p->q_max * p->Hq * p->Dk; i++)
+        p->q[i] = dtype_round(p->q[i], RA_BF16);
+    for (int64_t i = 0; i < p->B * p->k_max * p->Hkv * p->Dk; i++)
+        p->k[i] = dtype_round(p->k[i], RA_BF16);
+    for (int64_t i = 0; i < p->B * p->k_max * p->Hkv * p->Dv && !p->v_in_k; i++)
+        p->v[i] = dtype_round(p->v[i], RA_BF16);
+    problem_dtypes(p, RA_BF16, RA_BF16, RA_BF16, p->o_dtype);
+    p->arith = 0;
+}
+
+/* Numbers of every magnitude in some keys, as large as the dtype has them. */
+static void stretch_keys(problem *p, h_rng *r) {
+    const float most = p->k_dtype == RA_F16 ? 65504 : 1e20f;
+    for (int n = 0; n < 5 && p->k_dtype != RA_Q8_0; n++) {
+        float *x = p->k + h_range(r, 0, p->B * p->k_max * p->Hkv - 1) * p->Dk;
+        x[h_range(r, 0, p->Dk - 1)] = n % 2 ? -most : most;
+        x[h_range(r, 0, p->Dk - 1)] = dtype_round(1e-5f, p->k_dtype);
+    }
+}
+
+/* Of q, k and v a mix of dtypes; those of q8_0 have no gradients. */
+static void mixed_dtypes(problem *p, setup *s, h_rng *r) {
+    const int32_t o = (int32_t)h_range(r, RA_F32, RA_BF16);
+    const int most = p->Dk % 32 || p->Dv % 32 || p->v_column % 32 ? RA_BF16 : RA_Q8_0;
+    problem_dtypes(p, (int32_t)h_range(r, RA_F32, RA_BF16), (int32_t)h_range(r, RA_F32, most),
+                   (int32_t)h_range(r, RA_F32, most), o);
+    s->train = p->k_dtype != RA_Q8_0 && p->v_dtype != RA_Q8_0 && h_one_in(r, 2);
+}
+
+/* With RA_ARITH_BF16 every number of o, LSE and the gradients has the bits that inputs rounded to
+ * bf16 give. So does the decoding form where k and v are bf16. */
+TEST(rounded_inputs) {
+    int64_t n = h_run.large ? 30 : 3;
+    if (machine_lacks()) return;
+    for (int64_t i = 0; i < n * MASKS * LAYOUTS; i++) {
+        wish w = { M_NONE, L_CONTIGUOUS, ANY, ANY, 3e5 };
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        outcome a, b;
+        const int few = i % 4 == 3;
+        if (!h_case(i)) continue;
+        random_case(&p, &s, &r, &w, i);
+        p.Dk = h_one_in(&r, 2) ? 32 * (p.Dk / 32 + 1) : p.Dk;
+        if (!p.v_in_k) p.Dv = p.Dk % 32 ? p.Dv : 32 * (p.Dv / 32 + 1);
+        s.isa = isas[few || h_one_in(&r, 3) ? 0 : 1];
+        if (!few && s.call == CALL_ATTENTION) s.call = CALL_FORWARD;
+        s.any_isa = s.passes = 0;
+        mixed_dtypes(&p, &s, &r);
+        if (few) problem_dtypes(&p, p.q_dtype, RA_BF16, RA_BF16, p.o_dtype);
+        if (s.train && s.call <= CALL_ATTEND) s.call = CALL_FORWARD;
+        if (s.train) s.no_lse = 0;
+        p.arith = RA_ARITH_BF16;
+        problem_data(&p, &r);
+        if (s.train) problem_cotangent(&p, &r);
+        if (h_one_in(&r, 2)) stretch_keys(&p, &r);
+        describe_case(&p, &s);
+        a = world_run(&p, &s);
+        round_inputs(&p);
+        b = world_run(&p, &s);
+        if (outcome_whole(&a) && outcome_whole(&b)) {
+            CHECK(same_numbers(a.o, b.o, p.B * p.q_max * p.Hq * p.Dv));
+            if (!s.no_lse) CHECK(same_numbers(a.lse, b.lse, p.B * p.q_max * p.Hq));
+            CHECK(same_numbers(a.d_q, b.d_q, p.B * p.q_max * p.Hq * p.Dk));
+            CHECK(same_numbers(a.d_k, b.d_k, p.B * p.k_max * p.Hkv * p.Dk));
+            if (!p.v_in_k) CHECK(same_numbers(a.d_v, b.d_v, p.B * p.k_max * p.Hkv * p.Dv));
+        }
+        outcome_free(&a);
+        outcome_free(&b);
+        setup_free(&s);
+        problem_free(&p);
+    }
+}
+
 /* Biases of huge finite values as masks, in rings and on one rank. */
 TEST(huge_bias) {
     if (machine_lacks()) return;
@@ -361,7 +448,8 @@ TEST(same_bits) {
 }
 
 static const h_test tests[] = {
-    ENTRY(masks_and_layouts), ENTRY(one_nan), ENTRY(gradients), ENTRY(huge_bias),
+    ENTRY(masks_and_layouts), ENTRY(one_nan), ENTRY(gradients), ENTRY(rounded_inputs),
+    ENTRY(huge_bias),
     ENTRY(error_of_rounding), ENTRY(huge_scores), ENTRY(sums_past_the_limit), ENTRY(decoding),
     ENTRY(same_bits)
 };

@@ -2156,11 +2156,11 @@ TEST(failures) {
 /* The last of three ranks differs from the others in one agreed value. */
 enum { APART_QUERIES, APART_FRESH, APART_CACHED, APART_MASK, APART_LANES,
        APART_TRAVEL, APART_NEW_TOKENS, APART_TOKENS, APART_DTYPE, APART_SCALE, APART_ALIBI,
-       APART_SINKS, APART_FORM, APART_RATES, APART_MAX_MSG, APART_CHECKSUMS, APARTS };
+       APART_SINKS, APART_FORM, APART_RATES, APART_MAX_MSG, APART_CHECKSUMS, APART_ARITH, APARTS };
 static const char *const apart_field[APARTS] = {
     "cache.queries", "cached or fresh", "cached or fresh", "mask", "cache.lanes",
     "cache.travel", "cache.new_tokens", "(kv_)tokens", "dtypes", "scale", "alibi", "sinks", "form",
-    "rates", "transport", "checksums" };
+    "rates", "transport", "checksums", "dtypes or arith" };
 enum { APART_RANKS = 3 };
 typedef struct apart {
     int what, level_0;                 /* level_0: as in script */
@@ -2185,6 +2185,7 @@ static void apart_change(const apart *x, ra_desc *d, ra_cache_desc *cd, ra_trans
     case APART_RATES: d->rates.flops_per_s = 1e12; break;
     case APART_MAX_MSG: net->max_msg = 1 << 17; break;
     case APART_CHECKSUMS: cd->checksums = 1; break;
+    case APART_ARITH: d->arith = RA_ARITH_BF16; break;
     }
 }
 

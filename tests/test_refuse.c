@@ -321,6 +321,8 @@ static const row desc_rows[] = {
     { ONE, D(buffers), I32, 65, RA_E_RANGE, "65 is not in 0..64" },
     { ONE, D(form), I32, -1, RA_E_ENUM, "must be RA_FORM_AUTO or RA_FORM_SAME; it was -1" },
     { ONE, D(form), I32, 2, RA_E_ENUM, "must be RA_FORM_AUTO or RA_FORM_SAME; it was 2" },
+    { ONE, D(arith), I32, -1, RA_E_ENUM, "must be RA_ARITH_DTYPE or RA_ARITH_BF16; it was -1" },
+    { ONE, D(arith), I32, 2, RA_E_ENUM, "must be RA_ARITH_DTYPE or RA_ARITH_BF16; it was 2" },
     { ONE, D(order), I32, -1, RA_E_ENUM, "must be 0 or RA_ORDER_ROUNDS; it was -1" },
     { ONE, D(order), I32, RA_ORDER_DESCENDING, RA_E_UNSUPPORTED,
       "RA_ORDER_DESCENDING follows from layout and mask: leave it 0" },
@@ -531,6 +533,11 @@ TEST(desc_floats) {
         d.dropout = wrong[i].value;
         refuse_desc(&d, RA_E_RANGE, "dropout", wrong[i].text);
     }
+    base_desc(&d, ONE);
+    d.train = 1;
+    d.dropout = 0.25f;
+    d.arith = RA_ARITH_BF16;
+    refuse_desc(&d, RA_E_UNSUPPORTED, "arith", "RA_ARITH_BF16 needs dropout = 0");
 }
 
 /* Rates are either all 0 or all set. */
@@ -2103,6 +2110,7 @@ TEST(names_of_constants) {
                                  NAMED(RA_ISA_AVX512), NAMED(RA_ISA_AVX512_BF16),
                                  NAMED(RA_ISA_AMX), NAMED(RA_ISA_NEON) };
     static const named form[] = { NAMED(RA_FORM_AUTO), NAMED(RA_FORM_SAME) };
+    static const named arith[] = { NAMED(RA_ARITH_DTYPE), NAMED(RA_ARITH_BF16) };
     static const named way[] = { NAMED(RA_RETURN_DIRECT), NAMED(RA_RETURN_RING) };
     static const named dtype[] = { NAMED(RA_DTYPE_UNSET), NAMED(RA_F32), NAMED(RA_F16),
                                    NAMED(RA_BF16) };
@@ -2114,6 +2122,7 @@ TEST(names_of_constants) {
     refuse_unknown(&d, &d.layout.kind, "layout.kind", layout, COUNT(layout));
     refuse_unknown(&d, &d.isa, "isa", isa, COUNT(isa));
     refuse_unknown(&d, &d.form, "form", form, COUNT(form));
+    refuse_unknown(&d, &d.arith, "arith", arith, COUNT(arith));
     refuse_unknown(&d, &d.grad_return, "grad_return", way, COUNT(way));
     refuse_unknown(&d, &d.grad_dtype, "grad_dtype", dtype, COUNT(dtype));
 }

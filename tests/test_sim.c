@@ -961,8 +961,8 @@ enum {
     DIFF_INTERVALS, DIFF_INTERVAL_COUNT, DIFF_TOKENS_OF, DIFF_CHUNK, DIFF_BUFFERS, DIFF_WEIGHTS,
     DIFF_COLUMN, DIFF_DOCUMENTS, DIFF_DOC_COUNT, DIFF_SEQUENCES, DIFF_KV_TOKENS, DIFF_Q_OFFSET,
     DIFF_CAUSAL, DIFF_CAUSAL_BLOCK, DIFF_PREFIX, DIFF_Q_RUNS, DIFF_KV_TOKENS_OF, DIFF_Q_DTYPE,
-    DIFF_Q_HEADS, DIFF_LAYOUT, DIFF_ALIBI, DIFF_SINK, DIFF_FACTORS, DIFF_SEED, DIFF_ORDER, DIFF_ISA,
-    DIFF_THREADS, DIFFS
+    DIFF_Q_HEADS, DIFF_LAYOUT, DIFF_ALIBI, DIFF_SINK, DIFF_FACTORS, DIFF_SEED, DIFF_ORDER,
+    DIFF_ARITH, DIFF_ISA, DIFF_THREADS, DIFFS
 };
 
 static int diff_named, diff_seen;
@@ -973,7 +973,7 @@ static const char *const diff_text[DIFFS] = {
     ": sizes", ": chunk_tokens", ": chunk_tokens", ": layout", ": sizes", ": mask", ": mask",
     ": sizes", ": sizes", ": sizes", ": mask", ": mask", ": mask", ": layout", ": sizes",
     ": dtypes", ": sizes", ": layout", ": scale", ": scale", ": scale", ": forward or backward",
-    ": chunk_tokens", "", ""
+    ": chunk_tokens", ": dtypes or arith", "", ""
 };
 
 /* A problem in which every rank sends something to every other rank. The number and length of
@@ -1074,6 +1074,7 @@ static void disagree(small *x, int diff) {
     case DIFF_Q_HEADS: d->q_heads = 1; break;
     case DIFF_LAYOUT: d->layout.kind = RA_LAYOUT_STRIPED; break;
     case DIFF_ORDER: d->order = RA_ORDER_ROUNDS; break;
+    case DIFF_ARITH: d->arith = RA_ARITH_BF16; break;
     case DIFF_ISA: d->isa = RA_ISA_SCALAR; break;
     case DIFF_THREADS: d->threads = 7; break;
     default: break;

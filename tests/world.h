@@ -301,8 +301,8 @@ static inline ra_status world_open(world *w, const problem *p, const setup *s) {
  * ra_attention, see decodes_in_f32. */
 static inline int rounds_weights(const ra_desc *d) {
     int32_t isa = d->isa ? d->isa : ra_isa_best();
-    return d->q_dtype == RA_BF16 && d->k_dtype == RA_BF16 &&
-           (d->v_in_k || d->v_dtype == RA_BF16) &&
+    return (d->arith || (d->q_dtype == RA_BF16 && d->k_dtype == RA_BF16 &&
+                         (d->v_in_k || d->v_dtype == RA_BF16))) &&
            (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX) && d->dropout <= 0;
 }
 
