@@ -84,7 +84,7 @@ HOOKED   := tests/test_clients tests/test_refuse tests/test_plan tests/test_bf16
             tests/test_schedule tests/test_numbers
 # Tests compute little: compiling them at a higher level costs twice what it saves in running them.
 # test_forward, whose oracle computes a lot, has the level of the library.
-LIGHT    := $(patsubst %,tests/test_%,plan clients failure calls infer tcp) \
+LIGHT    := $(patsubst %,tests/test_%,plan clients failure calls infer cache_file tcp) \
             $(SUITES:%=tests/conformance/%)
 HEAVY    := $(filter-out $(LIGHT) tests/test_forward,$(TESTS:%=tests/%))
 ifneq ($(filter release asan,$(config)),)

@@ -47,13 +47,16 @@ static const char usage[] =
     "  --integers        decode weights in q8_0 by integers: faster, logits off by up to 1e-3\n"
     "  --speculate N     guess by the prompt's own n-grams and verify N tokens per call\n"
     "  --temp X, --top-k N, --top-p X, --min-p X, --seed N   draw tokens (0: take the likeliest)\n"
+    "  --save FILE       keeps the cache in FILE, FILE.0, FILE.1, ... (of the lanes): while the\n"
+    "                    prompt runs, after it, and at the end, also after Ctrl-C\n"
+    "  --load FILE       does not compute what such files have of the prompt's beginning\n"
     "  --logits FILE     writes the logits of every position as f32\n"
     "  --ids             prints the numbers of tokens instead of text\n"
     "  --count-tokens    prints how many tokens the prompt has, with --ids which; no model is run\n"
     "  --shm             the ranks are processes that share memory, not threads\n"
     "  --at H:P,H:P,...  with --rank R: this process is rank R, and they meet over TCP\n"
     "  -h, --help        prints this\n"
-    "Exit status: 0; 1: refused or failed; 2: the context ended before the text.\n"
+    "Exit status: 0; 1: refused or failed; 2: the context ended before the text; 130: Ctrl-C.\n"
     "Compiled with -DRING_INFER_MPI it runs under mpirun, one rank per process.\n";
 
 enum { AT_BYTES = 4096 };               /* of the list of --at, with its end */
@@ -65,7 +68,7 @@ typedef struct program {
     int32_t rank;                      /* of this process, -1: all of them are here */
     infer_options o;
     FILE *logits_file;
-    int64_t start_ns;                  /* of the prompt */
+    int64_t start_ns, loaded;          /* of the prompt: when it began, after how many tokens */
     int count;                         /* 1: only the tokens of the prompt */
     gguf g;
     model m;
@@ -128,7 +131,8 @@ static int option(program *p, const char *name, const char *s) {
     int64_t seed = 0;
     const struct { const char *name, **to; } texts[] = {
         { "--prompt", &p->prompt }, { "--file", &p->file }, { "--tokens", &p->tokens },
-        { "--logits", &p->logits }, { "--at", &p->at }, { "--chat", &p->chat } };
+        { "--logits", &p->logits }, { "--at", &p->at }, { "--chat", &p->chat },
+        { "--load", &o->load }, { "--save", &o->save } };
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         if (strcmp(name, texts[i].name)) continue;
         *texts[i].to = s;
@@ -194,6 +198,9 @@ static int arguments(program *p, int argc, char **argv) {
     if (!ranks_agree(p)) return 0;
     if ((p->at || p->shm || p->mpi) && p->logits)
         return refuse("--logits", "no process has those of all positions");
+    if (p->logits && p->o.load)
+        return refuse("--logits", "those of a loaded cache are not known");
+    if (p->o.save && strlen(p->o.save) > CACHE_PATH / 2) return refuse("--save", "is too long");
     if (p->logits && !stat(p->logits, &to) && !stat(p->path, &from) && to.st_ino == from.st_ino &&
         to.st_dev == from.st_dev)
         return refuse("--logits", "that is the model");
@@ -367,6 +374,19 @@ static int no_transport(infer_result *r, const ra_error *why) {
     return 0;
 }
 
+/* Ctrl-C ends the text after the current call, a second one the program. */
+static volatile sig_atomic_t halt;
+
+static void on_signal(int signal_number) {
+    halt = 1;
+    (void)signal(signal_number, SIG_DFL);
+}
+
+static void listen_to_signals(program *p) {
+    p->o.halt = &halt;
+    (void)signal(SIGINT, on_signal);
+}
+
 /* Runs this process as one of the ranks that --at lists. */
 static int run_over_tcp(program *p, infer_result *r) {
     const char *at[INFER_RANKS];
@@ -387,6 +407,7 @@ static int run_over_tcp(program *p, infer_result *r) {
             (long)d.rank, at[d.rank], (long)d.ranks - 1);
     if (ra_tcp_open(&tcp, &d) != RA_OK) return no_transport(r, &why);
     p->o.ranks = d.ranks;
+    listen_to_signals(p);
     ok = infer_run_rank(&p->m, &p->o, p->in.data, p->in.count, ra_tcp_transport(tcp), r);
     ra_tcp_close(tcp);
     return ok;
@@ -452,6 +473,7 @@ static int run_over_mpi(program *p, infer_result *r) { (void)p; (void)r; return 
 static int run_ranks(program *p, infer_result *r) {
     memset(r, 0, sizeof *r);
     if (p->at) return run_over_tcp(p, r);
+    listen_to_signals(p);
     if (p->mpi) return run_over_mpi(p, r);
     if (p->shm && p->o.ranks > 1) return run_over_shm(p, r);
     return infer_run(&p->m, &p->o, p->in.data, p->in.count, r);
@@ -464,9 +486,15 @@ static void show_progress(void *user, int64_t done, int64_t of) {
     program *p = (program *)user;
     const int width = (int)(40 * done / of);
     const double seconds = (double)(ra_now_ns() - p->start_ns) / 1e9 + 1e-9;
+    const double rate = (double)(done - p->loaded) / seconds;
+    if (p->loaded < 0) {               /* the first call */
+        p->loaded = done;
+        p->start_ns = ra_now_ns();
+        return;
+    }
     fprintf(stderr, "\rprompt [%-40.*s] %lld of %lld tokens, %.1f/s, %.0f s left   %s", width, bar,
-            (long long)done, (long long)of, (double)done / seconds,
-            seconds / (double)done * (double)(of - done), done == of ? "\n" : "");
+            (long long)done, (long long)of, rate, (double)(of - done) / rate,
+            done == of ? "\n" : "");
 }
 
 static int show_token(void *user, int32_t id) {
@@ -486,6 +514,13 @@ static int show_token(void *user, int32_t id) {
     return ok && fflush(stdout) == 0 ? 0 : -1;
 }
 
+static void show_note(void *user, const char *text) {
+    const program *p = (const program *)user;
+    if (p->o.ranks > 1 && p->rank >= 0)
+        fprintf(stderr, "ring_infer: rank %ld: %s\n", (long)p->rank, text);
+    else fprintf(stderr, "ring_infer: %s\n", text);
+}
+
 /* With --count-tokens. Returns the exit status. */
 static int show_prompt(const program *p) {
     for (int64_t i = 0; p->ids && i < p->in.count; i++) printf("%ld\n", (long)p->in.data[i]);
@@ -503,17 +538,23 @@ static int write_logits(const program *p, const infer_result *r) {
 
 static void show_figures(const program *p, const infer_result *r) {
     const int64_t more = r->count - r->prompt;
-    fprintf(stderr, "\nprompt  %6lld tokens, %8.1f tokens/s\n", (long long)r->prompt,
-            (double)r->prompt * 1e9 / (double)(r->prefill_ns + 1));
-    fprintf(stderr, "text    %6lld tokens, %8.1f tokens/s, %lld calls of the model\n",
+    const int64_t computed = (more ? r->prompt : r->cached) - r->loaded;
+    fprintf(stderr, "\nprompt  %6lld tokens, %8.1f tokens/s", (long long)r->prompt,
+            (double)computed * 1e9 / (double)(r->prefill_ns + 1));
+    if (computed < r->prompt)
+        fprintf(stderr, ", %lld of them loaded, %lld computed", (long long)r->loaded,
+                (long long)computed);
+    fprintf(stderr, "\ntext    %6lld tokens, %8.1f tokens/s, %lld calls of the model\n",
             (long long)more, (double)more * 1e9 / (double)(r->decode_ns + 1), (long long)r->steps);
     fprintf(stderr, "cache   %6.1f KiB on each of %ld ranks\n",
             (double)r->cache_bytes / 1024, (long)(p->o.ranks ? p->o.ranks : 1));
+    if (r->saved > 0)
+        fprintf(stderr, "saved   %6lld positions in %s\n", (long long)r->saved, p->o.save);
 }
 
 static int run(program *p, int argc, char **argv) {
     infer_result r;
-    int ok, full, help = argc < 2;
+    int ok, full, bad, help = argc < 2;
     for (int i = 1; i < argc; i++) help |= !strcmp(argv[i], "-h") || !strcmp(argv[i], "--help");
     if (help || argv[1][0] == '-') {
         fputs(usage, help ? stdout : stderr);
@@ -521,11 +562,12 @@ static int run(program *p, int argc, char **argv) {
     }
     if (!arguments(p, argc, argv) || !open_model(p)) return 1;
     if (p->count) return show_prompt(p);
-    p->start_ns = ra_now_ns();
-    if (p->rank < 1) {                 /* the others compute and say nothing */
+    p->loaded = -1;
+    p->o.note = show_note;
+    p->o.user = p;
+    if (p->rank < 1) {                 /* the others compute and say nothing else */
         p->o.progress = show_progress;
         p->o.token = show_token;
-        p->o.user = p;
     }
     ok = run_ranks(p, &r);
     if (!ok) (void)refuse(p->path, r.why);
@@ -534,12 +576,14 @@ static int run(program *p, int argc, char **argv) {
     full = ok && r.ended == INFER_FULL;
     if (full && p->rank < 1)
         fprintf(stderr, "ring_infer: the context is full; the text may go on\n");
+    if (r.saved < 0) (void)refuse(p->o.save, "not all of the cache is saved");
+    bad = r.saved < 0 || !ok ? 1 : full ? 2 : r.ended == INFER_HALTED ? 130 : 0;
     infer_free(&r);
     free(p->in.data);
     tokenizer_close(&p->t);
     model_close(&p->m);
     gguf_close(&p->g);
-    return full ? 2 : !ok;
+    return bad;
 }
 
 int main(int argc, char **argv) {

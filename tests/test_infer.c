@@ -663,7 +663,7 @@ TEST(tokens_cannot_be_shared) {
     for (int i = 0; i < 2; i++) {
         broken b = { NULL, 0, ends[i] };
         ra_transport_op hop[2];
-        int32_t next[2] = { 1, -1 }, heard[2];
+        int32_t next[3] = { 1, -1, 0 }, heard[3];
         ra_transport net = { 0 };
         infer_result result = { 0 };
         infer_engine e = { 0 };

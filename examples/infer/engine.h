@@ -8,17 +8,21 @@
  *   infer_message_bytes   the longest message that such a transport must carry
  *   infer_forward      one call of the model for new tokens of the sequence, on one rank
  *   infer_share        tells all ranks which tokens follow
+ *   infer_restore, infer_save   the cache in files of any number of ranks, see cache_file.h
  *
  * All ranks run the same program on the same tokens, so nothing else is sent. */
 #if !defined(INFER_ENGINE_H)
 #define INFER_ENGINE_H
 
-#include "model.h"
+#include "cache_file.h"
 
 #include <sched.h>
+#include <signal.h>
 
 enum { INFER_RANKS = 64, INFER_LANES = 16, INFER_STOPS = 64, INFER_HEAD_ROWS = 16 };
-enum { INFER_TO_PREDICT, INFER_STOPPED, INFER_FULL };      /* how a text ends */
+enum { INFER_SAVE_TOKENS = 4096,       /* of a prompt, after which the cache is saved */
+       INFER_SHORT = 16 };             /* a call of more tokens attends in the form of prefill */
+enum { INFER_TO_PREDICT, INFER_STOPPED, INFER_FULL, INFER_HALTED };    /* how a text ends */
 enum { INFER_PROMPT, INFER_DECODE, INFER_CACHES };
 
 typedef struct infer_options {         /* 0: the default */
@@ -43,8 +47,14 @@ typedef struct infer_options {         /* 0: the default */
                                         * the prompt on, and of the positions `wanted` before it */
     const int64_t *wanted;             /* [wanted_count] ascending */
     int64_t wanted_count;
-    void (*progress)(void *user, int64_t done, int64_t of);    /* of the prompt; from one thread */
+    const char *load, *save;           /* files of a cache, see cache_file.h; null: none. What is
+                                        * saved of a beginning of the prompt is not computed */
+    const volatile sig_atomic_t *halt; /* not 0 on any rank: all end after the current call */
+    void (*progress)(void *user, int64_t done, int64_t of);    /* of the prompt, from one thread;
+                                        * first of what is loaded, which may be 0 */
     int (*token)(void *user, int32_t id);      /* below 0: it cannot be written, and the run ends */
+    void (*note)(void *user, const char *text);        /* why files of a cache cannot be used; one
+                                        * thread at a time */
     void *user;
 } infer_options;
 
@@ -52,7 +62,9 @@ typedef struct infer_result {
     int32_t *tokens;                   /* the prompt and what follows; free with infer_free */
     int64_t count, prompt;
     int64_t steps;                     /* calls of the model after the prompt */
-    int32_t ended;                     /* INFER_TO_PREDICT, INFER_STOPPED, INFER_FULL */
+    int32_t ended;                     /* INFER_TO_PREDICT, ... */
+    int64_t loaded, saved;             /* positions from files and in files; saved -1: not all of
+                                        * them could be written */
     int64_t cached;                    /* positions whose logits are known */
     float *logits;                     /* [context][vocabulary] or null */
     int64_t cache_bytes;               /* on a rank */
@@ -69,7 +81,7 @@ typedef struct infer_engine {          /* shared by the ranks */
     int32_t full;                      /* 1: the context ends before the tokens to predict */
     int32_t attend_threads;            /* of a rank in a call of the cache */
     pool workers;
-    pthread_mutex_t lock;              /* of result->why */
+    pthread_mutex_t lock;              /* of result->why and note */
 } infer_engine;
 
 typedef struct infer_rank {
@@ -90,16 +102,23 @@ typedef struct infer_rank {
     int64_t *own;                      /* [chunk] which of the new tokens are this rank's */
     int64_t owned, want;               /* how many; the first new token whose logits are needed */
     int64_t skipped;                   /* how many of this rank's tokens are before `want` */
-    int32_t *next, *heard;             /* [chunk] the token after each new one; -1: not known yet */
+    int32_t *next, *heard;             /* [chunk + 1] the token after each new one, -1 if it is not
+                                        * known yet, and after the last whether to halt */
+    int32_t *least;                    /* [4] of infer_least */
     struct infer_choice *choice;       /* [vocabulary] for sampling */
     int32_t *tokens;                   /* [context + 1] */
     int32_t some;                      /* which of the pairs of caches surely is there */
     int32_t decoding;                  /* which of the caches the calls go through */
+    cache_shape shape;                 /* of files */
+    int64_t saved;                     /* positions that are in the files of o->save */
     ra_transport_op *hop;              /* [2] of infer_hop: a receive, a send */
-    int32_t unsafe;                    /* 1: the transport may still use hop, next and heard */
+    int32_t unsafe;                    /* 1: the transport may still use hop, next, heard, least */
 } infer_rank;
 
 typedef struct infer_choice { float logit; int32_t id; } infer_choice;
+
+/* The rank that calls back and writes the result: the first, or the only one of this process. */
+static inline int infer_reports(const infer_rank *r) { return r->rank == r->e->reporter; }
 
 /* -------------------------------------------------------------------------- between ranks */
 static inline ra_status infer_fail(infer_engine *e, ra_status s, const char *why) {
@@ -142,7 +161,7 @@ static inline ra_status infer_hop(const ra_transport *net, ra_transport_op op[2]
 }
 
 /* What ranks must have in common. Model and prompt are hashes. */
-enum { INFER_SHARED = 18 };
+enum { INFER_SHARED = 19 };
 static inline int infer_shared(const infer_engine *e, int32_t *out, const char **names) {
     const infer_options *o = &e->o;
     const uint64_t weights = model_hash(e->m), start = 14695981039346656037u;
@@ -158,6 +177,8 @@ static inline int infer_shared(const infer_engine *e, int32_t *out, const char *
         { "the chunk", (uint64_t)o->chunk }, { "the tokens to predict", (uint64_t)o->predict },
         { "the tokens per call", (uint64_t)o->speculate }, { "--integers", (uint64_t)o->integers },
         { "the lanes", (uint64_t)o->lanes },
+        { "--load or --save", (uint64_t)(!!o->load + 2 * !!o->save +
+          4 * !!o->halt) },
         { "the seed", o->seed }, { "the seed", o->seed >> 32 },
         { "the temperature", infer_hash(start, &o->temperature, 4) },
         { "top-k, top-p or min-p", infer_hash(start, &o->top_k, 4) ^
@@ -203,15 +224,34 @@ static inline ra_status infer_agree(infer_rank *r) {
 
 /* Gives every rank the chosen tokens from `want` to `count`: each rank receives from the rank
  * before it what that one has, then from the one 2 before it, which by then has those of two ranks,
- * then 4, and so on. */
+ * then 4, and so on. Whether any rank halts goes with them. */
 static inline ra_status infer_share(infer_rank *r, int64_t want, int64_t count) {
-    const int32_t ranks = r->e->o.ranks;
+    const infer_options *o = &r->e->o;
+    const int32_t ranks = o->ranks;
     ra_status s = RA_OK;
-    for (int32_t far = 1; far < ranks && want < count && s == RA_OK; far *= 2) {
+    r->next[count] = o->halt && *o->halt;
+    for (int32_t far = 1; far < ranks && (want < count || o->halt) && s == RA_OK; far *= 2) {
         const int to = (r->rank + far) % ranks, from = (r->rank + ranks - far) % ranks;
-        s = infer_hop(r->net, r->hop, to, r->next + want, from, r->heard, (size_t)(count - want));
+        s = infer_hop(r->net, r->hop, to, r->next + want, from, r->heard,
+                      (size_t)(count - want + 1));
         for (int64_t i = want; i < count && s == RA_OK; i++)
             if (r->next[i] < 0) r->next[i] = r->heard[i - want];
+        if (s == RA_OK) r->next[count] |= r->heard[count - want];
+    }
+    return s == RA_OK ? s : infer_hop_failed(r, s);
+}
+
+/* The least of a number of each rank, in the same way. */
+static inline ra_status infer_least(infer_rank *r, int64_t *x) {
+    const int32_t ranks = r->e->o.ranks;
+    ra_status s = RA_OK;
+    int64_t other = 0;
+    for (int32_t far = 1; far < ranks && s == RA_OK; far *= 2) {
+        const int to = (r->rank + far) % ranks, from = (r->rank + ranks - far) % ranks;
+        memcpy(r->least, x, sizeof *x);
+        s = infer_hop(r->net, r->hop, to, r->least, from, r->least + 2, 2);
+        if (s == RA_OK) memcpy(&other, r->least + 2, sizeof other);
+        if (s == RA_OK && other < *x) *x = other;
     }
     return s == RA_OK ? s : infer_hop_failed(r, s);
 }
@@ -520,6 +560,229 @@ static inline ra_status infer_forward(infer_rank *r, int64_t first, int64_t coun
     return s == RA_OK ? infer_share(r, want, count) : s;
 }
 
+/* -------------------------------------------------------------------------- a cache that lasts */
+static inline void infer_note(infer_engine *e, const char *text) {
+    pthread_mutex_lock(&e->lock);
+    if (e->o.note) e->o.note(e->o.user, text);
+    pthread_mutex_unlock(&e->lock);
+}
+
+/* 1: calls of the prompt may have no more than INFER_SHORT tokens. */
+static inline int infer_short(const infer_options *o) { return o->chunk <= 2 * INFER_SHORT; }
+
+/* What the files of a cache must have in common with this run. */
+static inline void infer_set_shape(infer_rank *r) {
+    const infer_engine *e = r->e;
+    r->shape.model = model_hash(e->m);
+    r->shape.lanes = (uint32_t)e->o.lanes;
+    r->shape.layers = (uint32_t)e->m->layers;
+    r->shape.dtype = (uint32_t)e->o.cache_dtype;
+    r->shape.row_bytes = (uint32_t)r->row_bytes;
+    r->shape.arithmetic = (uint32_t)(e->workers.isa + (ra_isa_best() << 8) +
+                                     (e->o.integers << 16) + (infer_short(&e->o) << 24));
+}
+
+static inline int infer_has_lane(const infer_rank *r, int64_t lane) {
+    return ra_cache_owner(r->cache[r->some][INFER_PROMPT], lane * CACHE_RUN) == r->rank;
+}
+
+/* Where the rows of a run are in the memory of its rank. */
+static inline cache_rows infer_rows(const infer_rank *r, int64_t run) {
+    const ra_cache *cache = r->cache[r->some][INFER_PROMPT];
+    cache_rows at;
+    at.first = r->memory + (size_t)ra_cache_row(cache, run * CACHE_RUN) * r->row_bytes;
+    at.apart = r->k_bytes;
+    return at;
+}
+
+/* The next run of the first `count` tokens; *hash becomes that of the tokens up to its end. */
+static inline cache_run infer_run_of(const infer_rank *r, int64_t run, int64_t count,
+                                     uint64_t *hash) {
+    const int64_t left = count - run * CACHE_RUN;
+    cache_run x;
+    memset(&x, 0, sizeof x);
+    x.run = run;
+    x.before = *hash;
+    x.count = left < CACHE_RUN ? (int32_t)left : CACHE_RUN;
+    memcpy(x.token, r->tokens + run * CACHE_RUN, (size_t)x.count * sizeof *x.token);
+    *hash = cache_hash(*hash, x.token, x.count);
+    return x;
+}
+
+/* Runs of one lane that are read on all threads. */
+typedef struct infer_loading {
+    const infer_rank *r;
+    const cache_lane *lane;
+    const cache_run *want;             /* [count] and what was found for each */
+    int64_t *record;
+    int32_t *tokens;                   /* how many of its tokens are there; then are read */
+    int64_t damaged;                   /* records */
+} infer_loading;
+
+/* Reads a run. If its record is damaged, an older one will do. */
+static inline void infer_load_run(void *ctx, int64_t i) {
+    infer_loading *x = (infer_loading *)ctx;
+    const cache_rows to = infer_rows(x->r, x->want[i].run);
+    while (x->record[i] >= 0 && !cache_lane_read(x->lane, x->record[i], to)) {
+        x->record[i] = cache_lane_find(x->lane, &x->want[i], x->record[i], -1, &x->tokens[i]);
+        pthread_mutex_lock(&x->r->e->lock);
+        x->damaged++;
+        pthread_mutex_unlock(&x->r->e->lock);
+    }
+}
+
+/* Reads what a lane's file has of `count` runs. Returns the first position of the lane that it
+ * lacks, or `end`. */
+static inline int64_t infer_load_lane(infer_rank *r, int64_t lane, const cache_run *want,
+                                      int64_t count, int64_t end) {
+    char why[INFER_WHY];
+    cache_lane file;
+    infer_loading x;
+    int64_t guess = -1, found = 0;
+    if (!cache_lane_open(&file, r->e->o.load, &r->shape, (int32_t)lane, 0, 1, why)) {
+        infer_note(r->e, why);
+        return lane * CACHE_RUN;
+    }
+    memset(&x, 0, sizeof x);
+    x.r = r;
+    x.lane = &file;
+    x.want = want;
+    x.record = (int64_t *)calloc((size_t)count + 1, sizeof *x.record);
+    x.tokens = (int32_t *)calloc((size_t)count + 1, sizeof *x.tokens);
+    if (!x.record || !x.tokens) count = found = 0, end = lane * CACHE_RUN;
+    for (; found < count; found++) {
+        guess = cache_lane_find(&file, &want[found], file.records, guess + 1, &x.tokens[found]);
+        x.record[found] = guess;
+        if (guess < 0) break;
+    }
+    if (found) pool_run(&r->e->workers, infer_load_run, &x, found);
+    for (int64_t i = 0; i < file.records; i++) x.damaged += !file.index[i].count;
+    snprintf(why, sizeof why, "%.150s: records that are damaged or incomplete: %lld", file.path,
+             (long long)x.damaged);
+    if (x.damaged) infer_note(r->e, why);
+    for (int64_t i = 0; i < count; i++) {
+        if (x.tokens[i] == want[i].count) continue;
+        end = want[i].run * CACHE_RUN + x.tokens[i];
+        break;
+    }
+    free(x.record);
+    free(x.tokens);
+    cache_lane_close(&file);
+    return end;
+}
+
+/* Reads the lanes of this rank. Returns the first position of its own that is missing, or that
+ * after the last token of the prompt. */
+static inline int64_t infer_load(infer_rank *r) {
+    const int64_t prompt = r->e->result->prompt, lanes = r->e->o.lanes;
+    const int64_t runs = (prompt + CACHE_RUN - 1) / CACHE_RUN;
+    cache_run *all = (cache_run *)calloc((size_t)runs, sizeof *all);
+    int64_t end = all ? prompt : 0;
+    for (int64_t lane = 0; lane < lanes && lane < runs && end > lane * CACHE_RUN; lane++) {
+        uint64_t hash = cache_hash_start(&r->shape);
+        int64_t count = 0;
+        if (!infer_has_lane(r, lane)) continue;
+        for (int64_t i = 0; i < (end + CACHE_RUN - 1) / CACHE_RUN; i++) {
+            const cache_run x = infer_run_of(r, i, prompt, &hash);
+            if (i % lanes == lane) all[count++] = x;
+        }
+        end = infer_load_lane(r, lane, all, count, end);
+    }
+    free(all);
+    return end;
+}
+
+/* Takes from files what they have of a beginning of the prompt; *at: how many positions. The last
+ * tokens are computed in a call that gives them the bits of a run without files, see infer_prompt,
+ * and the logits of the last one are needed. */
+static inline ra_status infer_restore(infer_rank *r, int64_t *at) {
+    infer_engine *e = r->e;
+    const int64_t most = e->result->prompt - INFER_SHORT - 1;
+    char why[INFER_WHY];
+    int absent;
+    int64_t least = 0;
+    ra_status s;
+    if (!e->o.load) return RA_OK;
+    if (cache_manifest_read(e->o.load, &r->shape, &absent, why)) least = infer_load(r);
+    else infer_note(e, why);
+    s = infer_least(r, &least);
+    if (least > most) least = most;
+    if (e->o.wanted_count && least > e->o.wanted[0]) least = e->o.wanted[0];
+    *at = least > 0 ? least : 0;
+    if (infer_reports(r)) e->result->loaded = *at;
+    return s;
+}
+
+/* Appends the runs of a lane that its file lacks, from number `from` on. At the first save records
+ * may be there already. */
+static inline int infer_save_lane(infer_rank *r, int64_t lane, int64_t count, char *why) {
+    const int64_t lanes = r->e->o.lanes, from = r->saved / CACHE_RUN;
+    uint64_t hash = cache_hash_start(&r->shape);
+    cache_lane file;
+    cache_rows spare;
+    int64_t guess = -1;
+    int ok = cache_lane_open(&file, r->e->o.save, &r->shape, (int32_t)lane, 1, !r->saved, why);
+    const int64_t had = ok && !r->saved ? file.records : 0;
+    if (!ok) return 0;
+    spare.apart = cache_part_bytes(&r->shape);
+    spare.first = (uint8_t *)malloc(2 * (size_t)r->shape.layers * spare.apart);
+    for (int64_t i = 0; i < (count + CACHE_RUN - 1) / CACHE_RUN && ok; i++) {
+        const cache_run x = infer_run_of(r, i, count, &hash);
+        int32_t n = 0;
+        if (i < from || i % lanes != lane) continue;
+        if (had) guess = cache_lane_find(&file, &x, had, guess + 1, &n);
+        if (n < x.count || !spare.first || !cache_lane_read(&file, guess, spare))
+            ok = cache_lane_append(&file, &x, infer_rows(r, i), why);
+    }
+    if (ok) ok = cache_lane_sync(&file, why);
+    free(spare.first);
+    cache_lane_close(&file);
+    return ok;
+}
+
+/* Writes what is not in the files yet of the first `count` positions: every rank its lanes, then
+ * FILE. What cannot be written is said, and the run goes on. */
+static inline ra_status infer_save(infer_rank *r, int64_t count) {
+    infer_engine *e = r->e;
+    const int64_t lanes = e->o.lanes, runs = (count + CACHE_RUN - 1) / CACHE_RUN;
+    const uint64_t start = cache_hash_start(&r->shape);
+    char why[INFER_WHY];
+    int64_t ok = 1;
+    ra_status s;
+    if (!e->o.save || count <= r->saved) return RA_OK;
+    for (int64_t lane = 0; lane < lanes && lane < runs && ok; lane++)
+        if (infer_has_lane(r, lane)) ok = infer_save_lane(r, lane, count, why);
+    if (!ok) infer_note(e, why);
+    s = infer_least(r, &ok);
+    if (ok) r->saved = count;
+    if (s == RA_OK && ok && infer_reports(r)) {
+        ok = cache_manifest_write(e->o.save, &r->shape, r->rank, count,
+                                  cache_hash(start, r->tokens, count), why);
+        if (!ok) infer_note(e, why);
+    }
+    if (infer_reports(r)) e->result->saved = ok ? count : -1;
+    return s;
+}
+
+/* Whether this rank will be able to save, before anything is computed. */
+static inline ra_status infer_may_save(infer_rank *r) {
+    infer_engine *e = r->e;
+    char why[INFER_WHY] = "";
+    cache_lane file;
+    int absent = 0;
+    int64_t ok = cache_manifest_read(e->o.save, &r->shape, &absent, why) || absent;
+    ra_status s;
+    for (int64_t lane = 0; lane < e->o.lanes && ok; lane++) {
+        if (!infer_has_lane(r, lane)) continue;
+        ok = cache_lane_open(&file, e->o.save, &r->shape, (int32_t)lane, 1, 1, why);
+        if (ok) cache_lane_close(&file);
+    }
+    if (!ok) (void)infer_fail(e, RA_E_STATE, why);
+    s = infer_least(r, &ok);
+    if (s == RA_OK && !ok) s = infer_fail(e, RA_E_STATE, "another rank cannot save its lanes");
+    return s;
+}
+
 /* -------------------------------------------------------------------------- a text */
 /* Guesses the next tokens as those that followed the last few tokens at an earlier place: the
  * longest match of 3, 2 or 1 tokens, at the latest such place. */
@@ -542,9 +805,6 @@ static inline int infer_stops(const infer_options *o, int32_t id) {
     return 0;
 }
 
-/* The rank that calls back and writes the result: the first, or the only one of this process. */
-static inline int infer_reports(const infer_rank *r) { return r->rank == r->e->reporter; }
-
 /* Appends the next token. *over: the text ends with it. */
 static inline ra_status infer_take(infer_rank *r, int64_t *count, int32_t id, int *over) {
     infer_engine *e = r->e;
@@ -556,6 +816,11 @@ static inline ra_status infer_take(infer_rank *r, int64_t *count, int32_t id, in
     if (!e->o.token || e->o.token(e->o.user, id) >= 0) return RA_OK;
     if (r->net && r->net->abort) (void)r->net->abort(r->net->ctx, RA_E_CANCELLED);
     return infer_fail(e, RA_E_CANCELLED, "the text cannot be written");
+}
+
+static inline int infer_halt(infer_rank *r) {
+    if (infer_reports(r)) r->e->result->ended = INFER_HALTED;
+    return 1;
 }
 
 /* Generates token after token. `count` tokens are known, and all except the last are cached. With
@@ -579,6 +844,7 @@ static inline ra_status infer_decode(infer_rank *r, int64_t *count, int64_t *cac
             s = infer_take(r, count, r->next[i], &over);
             if (!held) break;
         }
+        if (s == RA_OK && !over && r->next[n + 1]) over = infer_halt(r);
         if (infer_reports(r)) r->e->result->steps = steps;
     }
     return s;
@@ -593,23 +859,43 @@ static inline int64_t infer_first_wanted(const infer_engine *e, int64_t at, int6
     return at + n == e->result->prompt ? n - 1 : n;
 }
 
+/* The prompt from position *cached on. Calls have more than INFER_SHORT tokens, if the prompt has
+ * and chunks allow it: then rows have the bits of one form of attention, however the prompt is cut
+ * and wherever it begins. *over: the run halts. */
+static inline ra_status infer_prompt(infer_rank *r, int64_t *cached, int *over) {
+    const infer_options *o = &r->e->o;
+    const int64_t prompt = r->e->result->prompt;
+    ra_status s = RA_OK;
+    while (*cached < prompt && s == RA_OK && !*over) {
+        const int64_t at = *cached, left = prompt - at;
+        const int64_t beyond = left > o->chunk ? left - o->chunk : 0;
+        const int again = beyond && beyond <= INFER_SHORT && !infer_short(o);
+        const int64_t n = left - beyond - (again ? INFER_SHORT : 0);
+        s = infer_forward(r, at, n, infer_first_wanted(r->e, at, n));
+        if (s != RA_OK) break;
+        *cached += n;
+        if (infer_reports(r) && o->progress) o->progress(o->user, *cached, prompt);
+        if (r->next[n]) *over = infer_halt(r);
+        if (*cached == prompt) r->next[0] = r->next[n - 1];
+        if (*cached == prompt || *cached / INFER_SAVE_TOKENS > at / INFER_SAVE_TOKENS)
+            s = infer_save(r, *cached / CACHE_RUN * CACHE_RUN);
+    }
+    return s;
+}
+
 static inline ra_status infer_text(infer_rank *r) {
     infer_engine *e = r->e;
     infer_result *out = e->result;
     const infer_options *o = &e->o;
-    const int64_t start = ra_now_ns();
-    int64_t at = 0, n = 0, count = out->prompt, cached = out->prompt;
-    int over = o->predict < 1;
-    ra_status s = RA_OK;
-    for (; at < out->prompt && s == RA_OK; at += n) {
-        n = out->prompt - at < o->chunk ? out->prompt - at : o->chunk;
-        s = infer_forward(r, at, n, infer_first_wanted(e, at, n));
-        if (s == RA_OK && infer_reports(r) && o->progress)
-            o->progress(o->user, at + n, out->prompt);
-    }
-    const int64_t prefilled = ra_now_ns();
-    if (s == RA_OK && o->predict > 0) s = infer_take(r, &count, r->next[n - 1], &over);
-    if (s == RA_OK && !over) s = infer_decode(r, &count, &cached);
+    int64_t count = out->prompt, cached = 0, start = ra_now_ns(), prefilled;
+    int over = 0;
+    ra_status s = infer_restore(r, &cached);
+    if (infer_reports(r) && o->progress) o->progress(o->user, cached, count);
+    if (s == RA_OK) s = infer_prompt(r, &cached, &over);
+    prefilled = ra_now_ns();
+    if (s == RA_OK && !over && o->predict > 0) s = infer_take(r, &count, r->next[0], &over);
+    if (s == RA_OK && !over && o->predict > 0) s = infer_decode(r, &count, &cached);
+    if (s == RA_OK) s = infer_save(r, cached);
     if (infer_reports(r)) {
         out->prefill_ns = prefilled - start;
         out->decode_ns = ra_now_ns() - prefilled;
@@ -709,13 +995,19 @@ static inline ra_status infer_open_rank(infer_rank *r) {
     const model *m = e->m;
     const int64_t q = (int64_t)m->heads * m->dim;
     int64_t columns = m->hidden > m->feed ? m->hidden : m->feed;
-    const int64_t room = e->o.chunk * 2 > 3 * INFER_SHARED ? e->o.chunk * 2 : 3 * INFER_SHARED;
+    const int64_t two = 2 * (e->o.chunk + 1);
+    const int64_t room = two > 3 * INFER_SHARED ? two : 3 * INFER_SHARED;
     ra_status s = RA_OK;
-    r->next = (int32_t *)calloc((size_t)room, sizeof *r->next);
+    r->next = (int32_t *)calloc((size_t)room + 4, sizeof *r->next);
     r->hop = (ra_transport_op *)calloc(2, sizeof *r->hop);
     if (!r->next || !r->hop) return infer_fail(e, RA_E_NOMEM, "no memory");
     if (e->apart && e->o.ranks > 1) s = infer_agree(r);
     if (s == RA_OK) s = infer_open_cache(r);
+    if (s != RA_OK) return s;
+    r->least = r->next + room;
+    r->heard = r->next + e->o.chunk + 1;
+    if (e->o.load || e->o.save) infer_set_shape(r);
+    if (e->o.save) s = infer_may_save(r);
     if (s != RA_OK) return s;
     if (columns < q) columns = q;
     r->memory = (uint8_t *)calloc((size_t)m->layers * 2, r->k_bytes ? r->k_bytes : 1);
@@ -732,7 +1024,6 @@ static inline ra_status infer_open_rank(infer_rank *r) {
     }
     (void)infer_floats(r, columns);
     memcpy(r->tokens, e->result->tokens, (size_t)e->result->prompt * sizeof *r->tokens);
-    r->heard = r->next + e->o.chunk;
     if (infer_reports(r)) e->result->cache_bytes = (int64_t)(r->k_bytes * 2) * m->layers;
     return RA_OK;
 }
@@ -793,6 +1084,9 @@ static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t 
     if (o->chunk > o->context) o->chunk = o->context;
     if (o->speculate < 1) o->speculate = 1;
     if (o->speculate > o->chunk) o->speculate = (int32_t)o->chunk;
+    if (o->load && o->all_logits == 1)
+        return gguf_refuse(why, "logits of every position, but those of a loaded cache are not "
+                           "known");
     if (o->cache_dtype == RA_Q8_0 && m->dim % 32)
         return gguf_refuse(why, "a cache in q8_0 needs heads of a multiple of 32 dims; the model "
                            "has %ld", (long)m->dim);
