@@ -15,8 +15,8 @@
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
 #include "cores.h"
+#include "infer/chat.h"
 #include "infer/engine.h"
-#include "infer/tokenizer.h"
 #include "transports/ra_shm.h"
 #include "transports/ra_tcp.h"
 #if defined(RING_INFER_MPI)
@@ -25,6 +25,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -34,7 +35,10 @@
 static const char usage[] =
     "ring_infer MODEL.gguf [options]\n"
     "  --prompt TEXT     what the model continues; or --file FILE; or --tokens 1,2,3\n"
-    "  --chat FORMAT     the prompt is a user's turn, in chatml, llama3, mistral or gemma\n"
+    "  --chat FORMAT     the prompt is a user's turn: chatml, llama3, mistral, gemma or harmony\n"
+    "  --interactive     after each text, a line of stdin is the next turn: only what is new is\n"
+    "                    computed. Without a prompt the first line is the first turn\n"
+    "  --stop TEXT       the text ends before this; up to 16 times\n"
     "  --no-special      <|tokens|> written in the prompt are plain text\n"
     "  --predict N       tokens to generate at most (64)\n"
     "  --ranks P         ranks that split the cache (1)\n"
@@ -56,6 +60,7 @@ static const char usage[] =
     "  --shm             the ranks are processes that share memory, not threads\n"
     "  --at H:P,H:P,...  with --rank R: this process is rank R, and they meet over TCP\n"
     "  -h, --help        prints this\n"
+    "Ctrl-C ends a text, and while a line is awaited the program; twice, at once.\n"
     "Exit status: 0; 1: refused or failed; 2: the context ended before the text; 130: Ctrl-C.\n"
     "Compiled with -DRING_INFER_MPI it runs under mpirun, one rank per process.\n";
 
@@ -64,7 +69,10 @@ enum { AT_BYTES = 4096 };               /* of the list of --at, with its end */
 typedef struct program {
     const char *path, *prompt, *file, *tokens, *logits, *at;
     const char *chat;
+    const chat_format *format;
+    stop_texts stop;
     int ids, shm, mpi, no_special;
+    int bar;                           /* 1: the bar of a prompt is on the terminal */
     int32_t rank;                      /* of this process, -1: all of them are here */
     infer_options o;
     FILE *logits_file;
@@ -74,7 +82,23 @@ typedef struct program {
     model m;
     tokenizer t;
     token_ids in;
+    char *line, *held;                 /* read from stdin and not used yet; not printed yet */
+    size_t lines, held_size;           /* their bytes */
+    int last_ends;                     /* 1: the last token ends a text */
 } program;
+
+/* Ctrl-C ends the text after the current call, a second one the program. */
+static volatile sig_atomic_t halt;
+
+static void on_signal(int signal_number) {
+    halt = 1;
+    (void)signal(signal_number, SIG_DFL);
+}
+
+static void listen_to_signals(program *p) {
+    p->o.halt = &halt;
+    (void)signal(SIGINT, on_signal);
+}
 
 static int refuse(const char *what, const char *why) {
     fprintf(stderr, "ring_infer: %s: %s\n", what, why);
@@ -124,6 +148,23 @@ static int cache_type(const char *s, int32_t *out) {
     return refuse("--cache", "f32, f16, bf16 or q8_0");
 }
 
+static int text_ends(void *user, const int32_t *tokens, int64_t from, int64_t count) {
+    const program *p = (const program *)user;
+    return stop_reached(&p->stop, &p->t, tokens, from, count);
+}
+
+static int stop_text(program *p, const char *s) {
+    stop_texts *stop = &p->stop;
+    const size_t n = s ? strlen(s) : 0;
+    if (!n || n > 4096) return refuse("--stop", "a text of 1 to 4096 bytes");
+    if (stop->count == STOP_TEXTS) return refuse("--stop", "16 times at most");
+    stop->text[stop->count++] = s;
+    if (n > stop->longest) stop->longest = n;
+    p->o.ends = text_ends;
+    p->o.ends_by = infer_hash(p->o.ends_by + 1, s, n);
+    return 1;
+}
+
 /* An option and its value. */
 static int option(program *p, const char *name, const char *s) {
     static const range tokens = { 0, INT32_MAX }, chunk = { 0, 1 << 20 }, any = { 0, INT64_MAX };
@@ -138,6 +179,7 @@ static int option(program *p, const char *name, const char *s) {
         *texts[i].to = s;
         return s ? 1 : refuse(name, "needs a value");
     }
+    if (!strcmp(name, "--stop")) return stop_text(p, s);
     if (p->mpi && !strncmp(name, "--rank", 6)) return refuse(name, "mpirun says that");
     if (!strcmp(name, "--cache")) return cache_type(s, &o->cache_dtype);
     if (!strcmp(name, "--predict")) return whole_number(name, s, tokens, &o->predict);
@@ -188,12 +230,18 @@ static int arguments(program *p, int argc, char **argv) {
         else if (!strcmp(argv[i], "--count-tokens")) p->count = 1;
         else if (!strcmp(argv[i], "--no-special")) p->no_special = 1;
         else if (!strcmp(argv[i], "--integers")) p->o.integers = 1;
+        else if (!strcmp(argv[i], "--interactive")) p->o.turns = 1;
         else if (!strcmp(argv[i], "--shm")) p->shm = 1;
         else if (!option(p, argv[i], argv[i + 1])) return 0;
         else i++;
     }
-    if (!p->prompt + !p->file + !p->tokens != 2)
+    const int given = !!p->prompt + !!p->file + !!p->tokens;
+    const int one = !p->at && !p->mpi;
+    if (given > 1 || given + (p->o.turns && one) < 1)
         return refuse(p->path, "give one of --prompt, --file and --tokens");
+    if (p->o.turns && p->ids) return refuse("--interactive", "turns are texts, not --ids");
+    p->format = chat_named(p->chat ? p->chat : "none");
+    if (!p->format) return refuse("--chat", "chatml, llama3, mistral, gemma or harmony");
     if (!!p->at + p->shm + p->mpi > 1) return refuse(p->path, "--at, --shm or mpirun, one of them");
     if (!ranks_agree(p)) return 0;
     if ((p->at || p->shm || p->mpi) && p->logits)
@@ -244,42 +292,6 @@ static int read_ids(program *p) {
     }
 }
 
-/* What a format of chats has before and after a user's turn. */
-typedef struct chat { const char *name, *before, *after; } chat;
-
-static const chat chats[] = {
-    { "none", "", "" },
-    { "chatml", "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n" },
-    { "llama3", "<|start_header_id|>user<|end_header_id|>\n\n",
-      "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n" },
-    { "mistral", "[INST] ", " [/INST]" },
-    { "gemma", "<start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n" } };
-
-static const chat *chat_of(const program *p) {
-    for (size_t i = 0; i < sizeof chats / sizeof *chats; i++)
-        if (!strcmp(p->chat ? p->chat : "none", chats[i].name)) return &chats[i];
-    (void)refuse("--chat", "chatml, llama3, mistral or gemma");
-    return NULL;
-}
-
-/* Tokens of the text, between those of the chat's format, whose control tokens always count. */
-static int tokenize_turn(program *p, const chat *c, const char *text, size_t n) {
-    const int add_bos = p->t.add_bos, add_space = p->t.add_space;
-    int ok;
-    if (p->chat) {
-        p->t.no_special = 0;
-        if (!tokenize(&p->t, c->before, strlen(c->before), &p->in)) return 0;
-        p->t.no_special = p->no_special;
-        p->t.add_bos = p->t.add_space = 0;
-    }
-    ok = tokenize(&p->t, text, n, &p->in);
-    p->t.no_special = 0;
-    if (p->chat) ok = ok && tokenize(&p->t, c->after, strlen(c->after), &p->in);
-    p->t.add_bos = add_bos;
-    p->t.add_space = add_space;
-    return ok;
-}
-
 /* Why a text has no tokens. */
 static int lacks_byte(const program *p, const char *text, size_t n) {
     char why[96];
@@ -292,17 +304,65 @@ static int lacks_byte(const program *p, const char *text, size_t n) {
     return refuse(p->path, "no memory for the tokens of the prompt");
 }
 
+/* Waits for a line of stdin. Returns its bytes, with its end; 0: there is none, or Ctrl-C. The line
+ * is at p->line. */
+static size_t await_line(program *p) {
+    for (;;) {
+        struct pollfd in = { 0, POLLIN, 0 };
+        const char *end = p->lines ? (const char *)memchr(p->line, '\n', p->lines) : NULL;
+        char *line;
+        ssize_t n;
+        if (end) return (size_t)(end + 1 - p->line);
+        if (halt) return 0;
+        if (poll(&in, 1, 100) <= 0) continue;
+        line = (char *)realloc(p->line, p->lines + 4096);
+        if (!line) return 0;
+        p->line = line;
+        n = read(0, line + p->lines, 4096);
+        if (n == 0) return p->lines;                   /* the last line has no end */
+        if (n < 0 && errno != EINTR) return 0;
+        if (n > 0) p->lines += (size_t)n;
+    }
+}
+
+/* Removes a line that has been used. */
+static void drop_line(program *p, size_t n) {
+    p->lines -= n;
+    memmove(p->line, p->line + n, p->lines);
+}
+
+/* In a format, the end of a line is no part of the turn. */
+static size_t turn_bytes(const program *p, size_t n) {
+    if (p->chat && n && p->line[n - 1] == '\n') n--;
+    if (p->chat && n && p->line[n - 1] == '\r') n--;
+    return n;
+}
+
+static void show_mark(void) {
+    if (isatty(0)) fprintf(stderr, "> ");
+}
+
+static int read_first_line(program *p) {
+    size_t n;
+    int ok;
+    show_mark();
+    n = await_line(p);
+    if (!n) return refuse("--interactive", "stdin has no line");
+    ok = chat_turn(&p->t, p->format, CHAT_FIRST, p->line, turn_bytes(p, n), &p->in);
+    if (!ok) (void)lacks_byte(p, p->line, n);
+    drop_line(p, n);
+    return ok;
+}
+
 static int read_text(program *p) {
     const char *text = p->prompt;
     size_t n = text ? strlen(text) : 0;
-    const chat *c = chat_of(p);
     int ok;
-    if (!c) return 0;
     if (p->file) {
         text = (const char *)map(p->file, &n);
         if (!text) return 0;
     }
-    ok = tokenize_turn(p, c, text, n);
+    ok = chat_turn(&p->t, p->format, CHAT_FIRST, text, n, &p->in);
     if (!ok) (void)lacks_byte(p, text, n);
     if (p->file) munmap((void *)(uintptr_t)text, n);
     return ok;
@@ -349,6 +409,17 @@ static int open_files(program *p) {
     return refuse(p->path, "split.tensors.count is not the number of tensors in all files");
 }
 
+/* The stop tokens that the file names, where its vocabulary cannot be read. */
+static void stops_without_texts(program *p) {
+    static const char *const keys[] = { "tokenizer.ggml.eos_token_id",
+        "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id" };
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+        const gguf_value *v = gguf_find(&p->g, keys[i]);
+        if (v && v->type == GGUF_U32 && !v->is_array && gguf_element(v, 0) < 2147483648.0)
+            p->o.stop[p->o.stops++] = (int32_t)gguf_element(v, 0);
+    }
+}
+
 static int open_model(program *p) {
     char why[INFER_WHY];
     if (!open_files(p)) return 0;
@@ -356,15 +427,20 @@ static int open_model(program *p) {
     if (p->m.unknown[0] && p->rank < 1)
         fprintf(stderr, "ring_infer: %s: keys that this engine does not know: %s\n", p->path,
                 p->m.unknown);
-    if (p->tokens && p->ids) return read_ids(p);       /* needs no vocabulary */
-    if (!tokenizer_open(&p->t, &p->g, why)) {
+    const int open = tokenizer_open(&p->t, &p->g, why);
+    if (!open && p->tokens && p->ids && !p->stop.count) {  /* needs no vocabulary */
+        stops_without_texts(p);
+        return read_ids(p);
+    }
+    if (!open) {
         fprintf(stderr, "ring_infer: %s: %s; --tokens with --ids needs none\n", p->path, why);
         return 0;
     }
     p->t.no_special = p->no_special;
     for (int32_t i = 0; i < p->t.count; i++)
         if (token_ends(&p->t, i) && p->o.stops < INFER_STOPS) p->o.stop[p->o.stops++] = i;
-    return p->tokens ? read_ids(p) : read_text(p);
+    if (p->tokens) return read_ids(p);
+    return p->prompt || p->file ? read_text(p) : read_first_line(p);
 }
 
 /* -------------------------------------------------------------------------- ranks */
@@ -372,19 +448,6 @@ static int open_model(program *p) {
 static int no_transport(infer_result *r, const ra_error *why) {
     snprintf(r->why, sizeof r->why, "%.40s: %.200s", why->field, why->text);
     return 0;
-}
-
-/* Ctrl-C ends the text after the current call, a second one the program. */
-static volatile sig_atomic_t halt;
-
-static void on_signal(int signal_number) {
-    halt = 1;
-    (void)signal(signal_number, SIG_DFL);
-}
-
-static void listen_to_signals(program *p) {
-    p->o.halt = &halt;
-    (void)signal(SIGINT, on_signal);
 }
 
 /* Runs this process as one of the ranks that --at lists. */
@@ -445,6 +508,7 @@ static int run_over_shm(program *p, infer_result *r) {
         p->rank = i;
         p->o.progress = NULL;
         p->o.token = NULL;
+        if (p->o.turns) (void)signal(SIGINT, SIG_IGN);     /* rank 0 says what to do */
         _exit(!run_in_shm(p, name, r));
     }
     ok = run_in_shm(p, name, r);
@@ -480,7 +544,7 @@ static int run_ranks(program *p, infer_result *r) {
 }
 
 /* -------------------------------------------------------------------------- output */
-/* A bar, the rate, and what is left at this rate. */
+/* A bar, the rate, and what is left at this rate; on a terminal, and if there is more to come. */
 static void show_progress(void *user, int64_t done, int64_t of) {
     static const char bar[] = "########################################";
     program *p = (program *)user;
@@ -492,26 +556,64 @@ static void show_progress(void *user, int64_t done, int64_t of) {
         p->start_ns = ra_now_ns();
         return;
     }
+    if (!isatty(2) || (done == of && !p->bar)) return;     /* a call is enough */
+    p->bar = done < of;
     fprintf(stderr, "\rprompt [%-40.*s] %lld of %lld tokens, %.1f/s, %.0f s left   %s", width, bar,
             (long long)done, (long long)of, rate, (double)(of - done) / rate,
             done == of ? "\n" : "");
 }
 
+/* Prints what is held, except an end that may begin a stop text if more may follow. */
+static int show_held(program *p, int over) {
+    if (!p->held) return 0;
+    size_t n = stop_find(&p->stop, p->held, p->held_size);
+    const int found = n < p->held_size;
+    if (!over && !found) n -= stop_kept(&p->stop, p->held, n);
+    const int ok = fwrite(p->held, 1, n, stdout) == n && fflush(stdout) == 0;
+    p->held_size = over || found ? 0 : p->held_size - n;
+    memmove(p->held, p->held + n, p->held_size);
+    return ok ? 0 : -1;
+}
+
 static int show_token(void *user, int32_t id) {
-    const program *p = (const program *)user;
-    size_t room = 16;
-    char *out;
-    int ok = 1;
-    if (p->ids) ok = printf("%ld\n", (long)id) > 0;
-    else if (!is_stop(p, id)) {
-        room += 4 * p->t.text[id].size;
-        out = (char *)malloc(room);
-        if (!out) return -1;
-        const size_t n = token_bytes(&p->t, id, out, room);
-        ok = fwrite(out, 1, n, stdout) == n;
-        free(out);
-    }
-    return ok && fflush(stdout) == 0 ? 0 : -1;
+    program *p = (program *)user;
+    size_t room = p->held_size + 16;
+    char *held;
+    p->last_ends = is_stop(p, id);
+    if (p->ids) return printf("%ld\n", (long)id) > 0 && fflush(stdout) == 0 ? 0 : -1;
+    if (p->last_ends) return 0;
+    room += 4 * p->t.text[id].size;
+    held = (char *)realloc(p->held, room);
+    if (!held) return -1;
+    p->held = held;
+    p->held_size += token_bytes(&p->t, id, held + p->held_size, room - p->held_size);
+    return show_held(p, 0);
+}
+
+/* The next turn: a line of stdin. */
+static int64_t next_turn(void *user, const int32_t **tokens, int64_t room) {
+    program *p = (program *)user;
+    const int where = p->last_ends ? CHAT_AFTER_END : CHAT_AFTER_CUT;
+    size_t n;
+    int ok;
+    (void)show_held(p, 1);
+    printf("\n");
+    (void)fflush(stdout);
+    halt = 0;
+    listen_to_signals(p);
+    show_mark();
+    n = await_line(p);
+    p->in.count = 0;
+    p->start_ns = ra_now_ns();
+    p->loaded = 0;
+    if (!n) return 0;
+    ok = chat_turn(&p->t, p->format, where, p->line, turn_bytes(p, n), &p->in);
+    if (!ok) (void)lacks_byte(p, p->line, n);
+    drop_line(p, n);
+    if (ok && p->in.count > room)
+        (void)refuse("--interactive", "the turn does not fit the context; see --context");
+    *tokens = p->in.data;
+    return ok && p->in.count <= room ? p->in.count : 0;
 }
 
 static void show_note(void *user, const char *text) {
@@ -537,9 +639,8 @@ static int write_logits(const program *p, const infer_result *r) {
 }
 
 static void show_figures(const program *p, const infer_result *r) {
-    const int64_t more = r->count - r->prompt;
-    const int64_t computed = (more ? r->prompt : r->cached) - r->loaded;
-    fprintf(stderr, "\nprompt  %6lld tokens, %8.1f tokens/s", (long long)r->prompt,
+    const int64_t more = r->written, computed = r->given - r->loaded;
+    fprintf(stderr, "\nprompt  %6lld tokens, %8.1f tokens/s", (long long)r->given,
             (double)computed * 1e9 / (double)(r->prefill_ns + 1));
     if (computed < r->prompt)
         fprintf(stderr, ", %lld of them loaded, %lld computed", (long long)r->loaded,
@@ -568,9 +669,11 @@ static int run(program *p, int argc, char **argv) {
     if (p->rank < 1) {                 /* the others compute and say nothing else */
         p->o.progress = show_progress;
         p->o.token = show_token;
+        p->o.more = next_turn;
     }
     ok = run_ranks(p, &r);
     if (!ok) (void)refuse(p->path, r.why);
+    if (ok && p->rank < 1) ok = show_held(p, 1) == 0;
     if (ok && p->logits) ok = write_logits(p, &r);
     if (ok && p->rank < 1) show_figures(p, &r);
     full = ok && r.ended == INFER_FULL;
@@ -583,6 +686,8 @@ static int run(program *p, int argc, char **argv) {
     tokenizer_close(&p->t);
     model_close(&p->m);
     gguf_close(&p->g);
+    free(p->line);
+    free(p->held);
     return bad;
 }
 

@@ -605,6 +605,100 @@ TEST(how_a_run_ends) {
     close_shape(&x);
 }
 
+/* Tokens that follow a text are computed on the cache of what is before them, on one rank and on
+ * ranks that share only a transport. The tokens are those of a run with the same tokens as one
+ * prompt. The text ends where `ends` says, and rank 0 alone is asked for more. */
+enum { TURNS = 3 };
+typedef struct turns_of { const model *m; int32_t said[TURNS][40]; int64_t size[TURNS]; } turns_of;
+typedef struct turn_of_rank {
+    const turns_of *all;
+    int turn, asked;
+} turn_of_rank;
+
+static int64_t say_more(void *user, const int32_t **tokens, int64_t room) {
+    turn_of_rank *t = (turn_of_rank *)user;
+    t->asked++;
+    if (++t->turn == TURNS) return 0;
+    CHECK(room > 30);
+    *tokens = t->all->said[t->turn];
+    return t->all->size[t->turn];
+}
+
+static int ends_in_7(void *user, const int32_t *tokens, int64_t from, int64_t count) {
+    (void)user;
+    return count - from > 3 && tokens[count - 1] % 7 == 0;
+}
+
+static infer_options options_of_turns(int32_t ranks, turn_of_rank *t) {
+    infer_options o = { 0 };
+    o.ranks = ranks;
+    o.chunk = 9;
+    o.predict = 8;
+    o.turns = 1;
+    o.speculate = ranks % 3;
+    o.more = say_more;
+    o.ends = ends_in_7;
+    o.user = t;
+    return o;
+}
+
+static ra_status turns_on_rank(ra_world *world, int rank, void *user) {
+    infer_result *got = (infer_result *)user;
+    const turns_of *all = (const turns_of *)got[3].tokens;
+    turn_of_rank t = { all, 0, 0 };
+    infer_options o = options_of_turns(3, &t);
+    CHECK(infer_run_rank(all->m, &o, all->said[0], all->size[0], ra_world_transport(world, rank),
+                         &got[rank]));
+    CHECK_EQ(t.asked, rank ? 0 : TURNS);
+    return RA_OK;
+}
+
+/* The tokens of three turns, each computed from the beginning. */
+static int64_t turns_from_scratch(const turns_of *all, int32_t *tokens) {
+    int64_t n = 0;
+    for (int i = 0; i < TURNS; i++) {
+        turn_of_rank t = { all, 0, 0 };
+        infer_options o = options_of_turns(1, &t);
+        infer_result got;
+        o.turns = 0;
+        memcpy(tokens + n, all->said[i], (size_t)all->size[i] * sizeof *tokens);
+        n += all->size[i];
+        CHECK(infer_run(all->m, &o, tokens, n, &got));
+        n = got.count;
+        memcpy(tokens, got.tokens, (size_t)n * sizeof *tokens);
+        infer_free(&got);
+    }
+    return n;
+}
+
+TEST(turns) {
+    static turns_of all;
+    checkpoint x;
+    int32_t want[CONTEXT + 1];
+    infer_result got[4] = { { 0 } };
+    h_rng r = h_case_rng(0);
+    if (!open_shape(&x, &shapes[2])) return;
+    all.m = &x.m;
+    for (int i = 0; i < TURNS; i++) prompt_of(all.said[i], &r, all.size[i] = i ? 10 + i : 30);
+    const int64_t n = turns_from_scratch(&all, want);
+    for (int32_t ranks = 1; ranks < 6; ranks += 2) {
+        turn_of_rank t = { &all, 0, 0 };
+        infer_options o = options_of_turns(ranks, &t);
+        CHECK(infer_run(&x.m, &o, all.said[0], all.size[0], &got[0]));
+        if (CHECK_EQ(got[0].count, n)) CHECK_BITS(got[0].tokens, want, n * 4);
+        CHECK_EQ(got[0].given + got[0].written, n + TURNS - 1);
+        CHECK_EQ(t.asked, TURNS);
+        infer_free(&got[0]);
+    }
+    got[3].tokens = (int32_t *)(void *)&all;
+    CHECK_EQ(ra_world_run(3, turns_on_rank, got, NULL), RA_OK);
+    for (int i = 0; i < 3; i++) {
+        if (CHECK_EQ(got[i].count, n)) CHECK_BITS(got[i].tokens, want, n * 4);
+        infer_free(&got[i]);
+    }
+    close_shape(&x);
+}
+
 /* 9 ranks have the bits of one. */
 TEST(more_ranks_than_eight) {
     static const int32_t prompt[] = { 4, 5, 6, 7, 8 };
@@ -1317,7 +1411,7 @@ TEST(between_products) {
 int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(ranks_and_chunks), ENTRY(ranks_apart), ENTRY(ranks_that_differ),
-        ENTRY(how_a_run_ends), ENTRY(more_ranks_than_eight), ENTRY(guesses),
+        ENTRY(how_a_run_ends), ENTRY(more_ranks_than_eight), ENTRY(turns), ENTRY(guesses),
         ENTRY(tokens_cannot_be_shared), ENTRY(sampling), ENTRY(options), ENTRY(threads_of_a_rank),
         ENTRY(a_million_tokens), ENTRY(products), ENTRY(products_of_infinities),
         ENTRY(products_on_a_small_stack),

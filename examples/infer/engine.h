@@ -3,7 +3,8 @@
  * so ranks need one another only in ra_infer and infer_share. In decoding one rank multiplies, and
  * all attend over their part of the cache.
  *
- *   infer_run          ranks as threads: prefill in chunks, then token after token
+ *   infer_run          ranks as threads: prefill in chunks, then token after token; then perhaps
+ *                      another turn, of which only what is new is computed
  *   infer_run_rank     one rank of processes that a transport connects
  *   infer_message_bytes   the longest message that such a transport must carry
  *   infer_forward      one call of the model for new tokens of the sequence, on one rank
@@ -19,7 +20,8 @@
 #include <sched.h>
 #include <signal.h>
 
-enum { INFER_RANKS = 64, INFER_LANES = 16, INFER_STOPS = 64, INFER_HEAD_ROWS = 16 };
+enum { INFER_RANKS = 64, INFER_LANES = 16, INFER_STOPS = 64, INFER_HEAD_ROWS = 16,
+       INFER_TURNS = 8192 };
 enum { INFER_SAVE_TOKENS = 4096,       /* of a prompt, after which the cache is saved */
        INFER_SHORT = 16 };             /* a call of more tokens attends in the form of prefill */
 enum { INFER_TO_PREDICT, INFER_STOPPED, INFER_FULL, INFER_HALTED };    /* how a text ends */
@@ -30,10 +32,11 @@ typedef struct infer_options {         /* 0: the default */
     int32_t lanes;                     /* of the cache, up to 1024; 0: 16. The same bits for any
                                         * number of ranks need the same lanes */
     int32_t threads;                   /* of all ranks together, and at least one per rank */
-    int64_t context;                   /* positions of the cache; 0: prompt and predict */
+    int64_t context;                   /* positions of the cache; 0: prompt and predict, and with
+                                        * turns at least 8192 if the model was made for them */
     int64_t chunk;                     /* tokens of the prompt per call; 0: 16 per lane */
     int32_t cache_dtype;               /* RA_F32 (0), RA_F16, RA_BF16, RA_Q8_0 */
-    int64_t predict;                   /* tokens to generate at most */
+    int64_t predict;                   /* tokens to generate at most, in each turn */
     int32_t speculate;                 /* tokens that a call verifies; 0, 1: no guesses */
     int32_t integers;                  /* 1: decoding multiplies weights in q8_0 by integers, faster
                                         * and with logits off by up to 1e-3 */
@@ -49,10 +52,17 @@ typedef struct infer_options {         /* 0: the default */
     int64_t wanted_count;
     const char *load, *save;           /* files of a cache, see cache_file.h; null: none. What is
                                         * saved of a beginning of the prompt is not computed */
-    const volatile sig_atomic_t *halt; /* not 0 on any rank: all end after the current call */
+    const volatile sig_atomic_t *halt; /* not 0 on any rank: the turn ends after the current call */
     void (*progress)(void *user, int64_t done, int64_t of);    /* of the prompt, from one thread;
                                         * first of what is loaded, which may be 0 */
     int (*token)(void *user, int32_t id);      /* below 0: it cannot be written, and the run ends */
+    int (*ends)(void *user, const int32_t *tokens, int64_t from, int64_t count);   /* 1: the text,
+                                        * tokens [from, count), ends; below 0: no memory. Every rank
+                                        * asks, perhaps at the same time */
+    uint64_t ends_by;                  /* a hash of what `ends` looks for: the same on all ranks */
+    int32_t turns;                     /* 1: after a text, rank 0 asks for more */
+    int64_t (*more)(void *user, const int32_t **tokens, int64_t room);     /* how many tokens
+                                        * follow, at most `room`, and which; 0: none */
     void (*note)(void *user, const char *text);        /* why files of a cache cannot be used; one
                                         * thread at a time */
     void *user;
@@ -60,8 +70,10 @@ typedef struct infer_options {         /* 0: the default */
 
 typedef struct infer_result {
     int32_t *tokens;                   /* the prompt and what follows; free with infer_free */
-    int64_t count, prompt;
-    int64_t steps;                     /* calls of the model after the prompt */
+    int64_t count, prompt;             /* prompt: of the first turn */
+    int64_t given, written;            /* tokens of prompts that are cached, and generated ones, in
+                                        * all turns */
+    int64_t steps;                     /* calls of the model after the prompts */
     int32_t ended;                     /* INFER_TO_PREDICT, ... */
     int64_t loaded, saved;             /* positions from files and in files; saved -1: not all of
                                         * them could be written */
@@ -78,7 +90,6 @@ typedef struct infer_engine {          /* shared by the ranks */
     infer_result *result;
     int32_t reporter;                  /* the rank that calls back and writes the result */
     int32_t apart;                     /* 1: every rank is a process */
-    int32_t full;                      /* 1: the context ends before the tokens to predict */
     int32_t attend_threads;            /* of a rank in a call of the cache */
     pool workers;
     pthread_mutex_t lock;              /* of result->why and note */
@@ -102,6 +113,7 @@ typedef struct infer_rank {
     int64_t *own;                      /* [chunk] which of the new tokens are this rank's */
     int64_t owned, want;               /* how many; the first new token whose logits are needed */
     int64_t skipped;                   /* how many of this rank's tokens are before `want` */
+    int64_t begun, from;               /* where this turn begins, and the text of it */
     int32_t *next, *heard;             /* [chunk + 1] the token after each new one, -1 if it is not
                                         * known yet, and after the last whether to halt */
     int32_t *least;                    /* [4] of infer_least */
@@ -161,7 +173,7 @@ static inline ra_status infer_hop(const ra_transport *net, ra_transport_op op[2]
 }
 
 /* What ranks must have in common. Model and prompt are hashes. */
-enum { INFER_SHARED = 19 };
+enum { INFER_SHARED = 21 };
 static inline int infer_shared(const infer_engine *e, int32_t *out, const char **names) {
     const infer_options *o = &e->o;
     const uint64_t weights = model_hash(e->m), start = 14695981039346656037u;
@@ -178,13 +190,13 @@ static inline int infer_shared(const infer_engine *e, int32_t *out, const char *
         { "the tokens per call", (uint64_t)o->speculate }, { "--integers", (uint64_t)o->integers },
         { "the lanes", (uint64_t)o->lanes },
         { "--load or --save", (uint64_t)(!!o->load + 2 * !!o->save +
-          4 * !!o->halt) },
+          4 * !!o->halt) }, { "--interactive", (uint64_t)o->turns },
         { "the seed", o->seed }, { "the seed", o->seed >> 32 },
         { "the temperature", infer_hash(start, &o->temperature, 4) },
         { "top-k, top-p or min-p", infer_hash(start, &o->top_k, 4) ^
           infer_hash(start + 1, &o->top_p, 4) ^ infer_hash(start + 2, &o->min_p, 4) },
         { "the wanted logits", wanted ^ (uint64_t)o->all_logits }, { "the stop tokens", stops },
-        { "the stop tokens", stops >> 32 } };
+        { "the stop tokens", stops >> 32 }, { "the stop texts", o->ends_by ^ o->ends_by >> 32 } };
     for (int i = 0; i < INFER_SHARED; i++) {
         const uint32_t half = (uint32_t)all[i].x;
         memcpy(&out[i], &half, 4);
@@ -808,11 +820,16 @@ static inline int infer_stops(const infer_options *o, int32_t id) {
 /* Appends the next token. *over: the text ends with it. */
 static inline ra_status infer_take(infer_rank *r, int64_t *count, int32_t id, int *over) {
     infer_engine *e = r->e;
-    const int stop = infer_stops(&e->o, id);
+    const infer_options *o = &e->o;
+    int stop = infer_stops(o, id);
     r->tokens[(*count)++] = id;
-    *over = stop || *count - e->result->prompt >= e->o.predict;
+    if (!stop && o->ends) stop = o->ends(o->user, r->tokens, r->from, *count);
+    if (stop < 0) return infer_fail(e, RA_E_NOMEM, "no memory for the end of the text");
+    *over = stop || *count - r->from >= o->predict || *count >= o->context;
     if (!infer_reports(r)) return RA_OK;
-    e->result->ended = stop ? INFER_STOPPED : e->full ? INFER_FULL : INFER_TO_PREDICT;
+    e->result->written++;
+    e->result->ended = stop ? INFER_STOPPED
+                     : *count - r->from < o->predict ? INFER_FULL : INFER_TO_PREDICT;
     if (!e->o.token || e->o.token(e->o.user, id) >= 0) return RA_OK;
     if (r->net && r->net->abort) (void)r->net->abort(r->net->ctx, RA_E_CANCELLED);
     return infer_fail(e, RA_E_CANCELLED, "the text cannot be written");
@@ -832,7 +849,7 @@ static inline ra_status infer_decode(infer_rank *r, int64_t *count, int64_t *cac
     ra_status s = RA_OK;
     int over = 0;
     r->decoding = INFER_DECODE;
-    for (int64_t steps = 1; s == RA_OK && !over; steps++) {
+    while (s == RA_OK && !over) {
         const int64_t at = *count - 1;
         int64_t most = o->speculate - 1, n = 0;
         if (most > o->context - *count) most = o->context - *count;
@@ -845,36 +862,36 @@ static inline ra_status infer_decode(infer_rank *r, int64_t *count, int64_t *cac
             if (!held) break;
         }
         if (s == RA_OK && !over && r->next[n + 1]) over = infer_halt(r);
-        if (infer_reports(r)) r->e->result->steps = steps;
+        if (infer_reports(r)) r->e->result->steps++;
     }
     return s;
 }
 
 /* Which of the n tokens of the prompt at position `at` is the first whose logits are needed. */
-static inline int64_t infer_first_wanted(const infer_engine *e, int64_t at, int64_t n) {
-    const infer_options *o = &e->o;
+static inline int64_t infer_first_wanted(const infer_rank *r, int64_t at, int64_t n) {
+    const infer_options *o = &r->e->o;
     if (o->all_logits == 1) return 0;
     for (int64_t i = 0; i < o->wanted_count; i++)
         if (o->wanted[i] >= at && o->wanted[i] < at + n) return o->wanted[i] - at;
-    return at + n == e->result->prompt ? n - 1 : n;
+    return at + n == r->from ? n - 1 : n;
 }
 
-/* The prompt from position *cached on. Calls have more than INFER_SHORT tokens, if the prompt has
+/* The prompt of a turn from position *cached on. Calls have more than INFER_SHORT tokens, if the prompt has
  * and chunks allow it: then rows have the bits of one form of attention, however the prompt is cut
  * and wherever it begins. *over: the run halts. */
 static inline ra_status infer_prompt(infer_rank *r, int64_t *cached, int *over) {
     const infer_options *o = &r->e->o;
-    const int64_t prompt = r->e->result->prompt;
+    const int64_t prompt = r->from, first = r->begun;
     ra_status s = RA_OK;
     while (*cached < prompt && s == RA_OK && !*over) {
         const int64_t at = *cached, left = prompt - at;
         const int64_t beyond = left > o->chunk ? left - o->chunk : 0;
         const int again = beyond && beyond <= INFER_SHORT && !infer_short(o);
         const int64_t n = left - beyond - (again ? INFER_SHORT : 0);
-        s = infer_forward(r, at, n, infer_first_wanted(r->e, at, n));
+        s = infer_forward(r, at, n, infer_first_wanted(r, at, n));
         if (s != RA_OK) break;
         *cached += n;
-        if (infer_reports(r) && o->progress) o->progress(o->user, *cached, prompt);
+        if (infer_reports(r) && o->progress) o->progress(o->user, *cached - first, prompt - first);
         if (r->next[n]) *over = infer_halt(r);
         if (*cached == prompt) r->next[0] = r->next[n - 1];
         if (*cached == prompt || *cached / INFER_SAVE_TOKENS > at / INFER_SAVE_TOKENS)
@@ -883,22 +900,65 @@ static inline ra_status infer_prompt(infer_rank *r, int64_t *cached, int *over) 
     return s;
 }
 
+/* One turn: of `count` tokens, `cached` are computed. The others are, and text follows. */
+static inline ra_status infer_turn(infer_rank *r, int64_t *count, int64_t *cached) {
+    infer_result *out = r->e->result;
+    const infer_options *o = &r->e->o;
+    const int64_t start = ra_now_ns(), before = *cached;
+    int over = 0;
+    ra_status s;
+    r->from = *count;
+    r->decoding = INFER_PROMPT;
+    s = infer_prompt(r, cached, &over);
+    const int64_t prefilled = ra_now_ns(), given = *cached - before;
+    if (infer_reports(r) && !over)
+        out->ended = o->predict < 1 ? INFER_TO_PREDICT : INFER_FULL;
+    over |= o->predict < 1 || *count >= o->context;
+    if (s == RA_OK && !over) s = infer_take(r, count, r->next[0], &over);
+    if (s == RA_OK && !over) s = infer_decode(r, count, cached);
+    if (s == RA_OK) s = infer_save(r, *cached);
+    if (infer_reports(r)) {
+        out->given += given;
+        out->prefill_ns += prefilled - start;
+        out->decode_ns += ra_now_ns() - prefilled;
+    }
+    return s;
+}
+
+/* Rank 0 asks for the tokens of the next turn, and gives them to all. *count grows by them. */
+static inline ra_status infer_more(infer_rank *r, int64_t *count) {
+    const infer_options *o = &r->e->o;
+    const int32_t *tokens = NULL;
+    int64_t n = 0, part;
+    ra_status s;
+    if (r->rank == 0 && *count < o->context)
+        n = o->more(o->user, &tokens, o->context - *count);
+    r->next[0] = r->rank == 0 ? (int32_t)n : -1;
+    s = infer_share(r, 0, 1);
+    n = r->next[0];
+    for (int64_t at = 0; at < n && s == RA_OK; at += part) {
+        part = n - at < o->chunk ? n - at : o->chunk;
+        for (int64_t i = 0; i < part; i++) r->next[i] = r->rank == 0 ? tokens[at + i] : -1;
+        s = infer_share(r, 0, part);
+        memcpy(r->tokens + *count, r->next, (size_t)part * sizeof *r->next);
+        *count += part;
+    }
+    return s;
+}
+
 static inline ra_status infer_text(infer_rank *r) {
     infer_engine *e = r->e;
     infer_result *out = e->result;
-    const infer_options *o = &e->o;
-    int64_t count = out->prompt, cached = 0, start = ra_now_ns(), prefilled;
-    int over = 0;
+    int64_t count = out->prompt, cached = 0, known = 0;
     ra_status s = infer_restore(r, &cached);
-    if (infer_reports(r) && o->progress) o->progress(o->user, cached, count);
-    if (s == RA_OK) s = infer_prompt(r, &cached, &over);
-    prefilled = ra_now_ns();
-    if (s == RA_OK && !over && o->predict > 0) s = infer_take(r, &count, r->next[0], &over);
-    if (s == RA_OK && !over && o->predict > 0) s = infer_decode(r, &count, &cached);
-    if (s == RA_OK) s = infer_save(r, cached);
+    if (infer_reports(r) && e->o.progress) e->o.progress(e->o.user, cached, count);
+    if (infer_reports(r)) out->given = cached;
+    while (s == RA_OK && count > known) {
+        s = infer_turn(r, &count, &cached);
+        known = r->begun = count;
+        if (s == RA_OK && e->o.turns) s = infer_more(r, &count);
+    }
     if (infer_reports(r)) {
-        out->prefill_ns = prefilled - start;
-        out->decode_ns = ra_now_ns() - prefilled;
         out->count = count;
         out->cached = cached;
         memcpy(out->tokens, r->tokens, (size_t)count * sizeof *out->tokens);
@@ -1046,6 +1106,13 @@ static inline ra_status infer_on_rank(ra_world *world, int rank, void *user) {
 }
 
 /* -------------------------------------------------------------------------- everything */
+static inline int64_t infer_context(const model *m, const infer_options *o, int64_t prompt) {
+    int64_t n = prompt + o->predict;
+    if (o->context) return o->context;
+    if (o->turns && n < INFER_TURNS) n = INFER_TURNS;
+    return n < m->context ? n : m->context;
+}
+
 static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t count) {
     const model *m = e->m;
     infer_options *o = &e->o;
@@ -1073,14 +1140,11 @@ static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t 
     if (o->speculate > o->chunk)
         return gguf_refuse(why, "%ld tokens to verify per call, but chunks of %lld: a call has no "
                            "more than a chunk", (long)o->speculate, (long long)o->chunk);
-    if (!o->context)
-        o->context = count + o->predict <= m->context ? count + o->predict : m->context;
+    o->context = infer_context(m, o, count);
     if (o->context > m->context || count > o->context)
         return gguf_refuse(why, "a prompt of %lld tokens in a context of %lld; the model was made "
                            "for at most %lld", (long long)count, (long long)o->context,
                            (long long)m->context);
-    e->full = o->predict > o->context - count;
-    if (e->full) o->predict = o->context - count;
     if (o->chunk > o->context) o->chunk = o->context;
     if (o->speculate < 1) o->speculate = 1;
     if (o->speculate > o->chunk) o->speculate = (int32_t)o->chunk;
@@ -1098,7 +1162,7 @@ static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t 
 static inline size_t infer_message_bytes(const model *m, const infer_options *o, int64_t prompt) {
     const int64_t lanes = o->lanes ? o->lanes : INFER_LANES;
     const int64_t chunk = o->chunk ? o->chunk : 16 * lanes;
-    const int64_t context = o->context ? o->context : prompt + o->predict;
+    const int64_t context = infer_context(m, o, prompt);
     const int64_t rows = chunk < context ? chunk : context;
     return 65536 + (size_t)(rows * lanes) * (size_t)m->heads * (size_t)(m->dim + 2) * 4;
 }

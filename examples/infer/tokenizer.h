@@ -102,7 +102,8 @@ static inline int char_kind(letters t, size_t i, size_t *next) {
     if (i >= t.n) return IS_END;
     *next = i + (size_t)utf8_read(t.s + i, t.n - i, &c);
     return c == '\r' || c == '\n' ? IS_NEWLINE : unicode_space(c) ? IS_SPACE
-         : unicode_is(UNICODE_LETTER, c) ? IS_LETTER : unicode_is(UNICODE_NUMBER, c) ? IS_NUMBER : IS_OTHER;
+         : unicode_is(UNICODE_LETTER, c) ? IS_LETTER
+         : unicode_is(UNICODE_NUMBER, c) ? IS_NUMBER : IS_OTHER;
 }
 
 /* The end of a run of up to `most` characters of one kind. */
@@ -407,16 +408,16 @@ static inline size_t stage_end(letters t, size_t i, const word_stage *g) {
 }
 
 /* -------------------------------------------------------------------------- joining pairs */
-typedef struct piece {
+typedef struct token_piece {
     int64_t before, after;
     size_t at, size;                   /* size 0: gone */
     int32_t id;
-} piece;
+} token_piece;
 typedef struct join { double key; int64_t left, right; size_t size; int32_t id; } join;
 typedef struct joiner {
     const tokenizer *t;
     const char *s;
-    piece *pieces;
+    token_piece *pieces;
     join *heap;                        /* the best join first */
     int64_t joins;
 } joiner;
@@ -448,7 +449,7 @@ static inline join join_pop(joiner *j) {
 static inline void join_offer(joiner *j, int64_t left, int64_t right) {
     join x;
     if (left < 0 || right < 0) return;
-    const piece *a = &j->pieces[left], *b = &j->pieces[right];
+    const token_piece *a = &j->pieces[left], *b = &j->pieces[right];
     x.left = left;
     x.right = right;
     x.size = a->size + b->size;
@@ -469,7 +470,7 @@ static inline void join_all(joiner *j, int64_t pieces) {
     for (int64_t i = 0; i + 1 < pieces; i++) join_offer(j, i, i + 1);
     while (j->joins > 0) {
         const join x = join_pop(j);
-        piece *a = &j->pieces[x.left], *b = &j->pieces[x.right];
+        token_piece *a = &j->pieces[x.left], *b = &j->pieces[x.right];
         if (!a->size || !b->size || a->size + b->size != x.size) continue; /* of pieces now gone */
         a->size = x.size;
         a->id = x.id;
@@ -501,11 +502,11 @@ static inline int tokens_of_word(const tokenizer *t, const char *s, size_t n, to
     j.t = t;
     j.s = s;
     j.joins = 0;
-    j.pieces = (piece *)malloc((n + 1) * sizeof *j.pieces);
+    j.pieces = (token_piece *)malloc((n + 1) * sizeof *j.pieces);
     j.heap = (join *)malloc((3 * n + 1) * sizeof *j.heap);
     ok = j.pieces && j.heap;
     for (size_t i = 0; ok && i < n; count++) {
-        piece *p = &j.pieces[count];
+        token_piece *p = &j.pieces[count];
         p->at = i;
         p->size = t->kind == TOKENIZER_BPE ? 1 : (size_t)utf8_read(s + i, n - i, &c);
         p->id = t->kind == TOKENIZER_BPE ? t->byte[(uint8_t)s[i]] : token_find(t, s + i, p->size);
@@ -515,7 +516,7 @@ static inline int tokens_of_word(const tokenizer *t, const char *s, size_t n, to
     }
     if (ok) join_all(&j, count);
     for (int64_t i = 0; ok && i >= 0 && i < count; i = j.pieces[i].after) {
-        const piece *p = &j.pieces[i];
+        const token_piece *p = &j.pieces[i];
         ok = p->id >= 0 ? token_append(ids, p->id) : join_bytes(t, s + p->at, p->size, ids);
     }
     free(j.pieces);

@@ -6,8 +6,8 @@
  *
  * Tables of classes are pairs of "gap since the end of the last range" and "length of this range,
  * less one". The others are rows of three: unicode_parts has a character and its two parts, or one
- * part and 0; unicode_joins has the rows of it that NFC composes, by their parts; unicode_orders has
- * the first and the last of a range of marks, and their combining class. */
+ * part and 0; unicode_joins has the rows of it that NFC composes, by their parts; unicode_orders
+ * has the first and the last of a range of marks, and their combining class. */
 #if !defined(INFER_UNICODE_H)
 #define INFER_UNICODE_H
 

@@ -14,6 +14,7 @@ prompt as an exact pass does.
 """
 import glob
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -200,6 +201,34 @@ def unpack(downloads, folder):
     return [f for f in found if "ggml-vocab-" not in f]
 
 
+def check_turns(program, path):
+    """A second turn of a chat gets the text of a run with both turns as one prompt, whether the
+    first text has ended or was cut. A text ends before a stop text. Ctrl-C ends it with figures."""
+    start = [program, path, "--cache", "f32", "--predict"]
+    form = "<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"
+    for predict in ("4", "60"):
+        first = run([*start, predict, "--prompt", form % "Name one colour."]).stdout.decode()
+        both = form % "Name one colour." + first + "<|im_end|>\n" + form % "And a fruit?"
+        want = run([*start, predict, "--prompt", both]).stdout.decode()
+        for ranks in ("1", "3"):
+            got = run([*start, predict, "--chat", "chatml", "--interactive", "--ranks", ranks,
+                       "--shm"], input=b"Name one colour.\nAnd a fruit?\n").stdout.decode()
+            check(got == f"{first}\n{want}\n", f"turns: {got!r} for {first!r}, {want!r}")
+    text = run([*start, "24", "--prompt", "One, two, three, four,"]).stdout.decode()
+    stop = text[len(text) // 2:len(text) // 2 + 5]
+    for more in ([], ["--ranks", "3", "--speculate", "4"]):
+        got = run([*start, "24", "--prompt", "One, two, three, four,", "--stop", "@@", "--stop",
+                   stop, *more]).stdout.decode()
+        check(got == text[:text.index(stop)], f"--stop {stop!r}: {got!r}")
+    for more in ([], ["--ranks", "3", "--shm"]):
+        with subprocess.Popen([*start, "8000", "--prompt", "One, two,", "--stop", "@@", *more],
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) as text:
+            text.stdout.read(5)
+            text.send_signal(signal.SIGINT)
+            says = text.communicate(timeout=60)[1]
+            check(text.returncode == 130 and b"tokens/s" in says, f"Ctrl-C: {says.decode()}")
+
+
 def check_packages(program, tokens, downloads, folder):
     """Models of packages, unchanged: the likeliest tokens are those of an exact pass, on 3 ranks.
     Vocabularies of llama.cpp: its test texts have the tokens that it expects."""
@@ -208,6 +237,8 @@ def check_packages(program, tokens, downloads, folder):
         model = exact.Model(path)
         prompt = np.random.default_rng(1).integers(5, 30000, 20).tolist()
         follows = generate(program, path, prompt, "--ranks", "3") or []
+        if "smollm2" in path.lower():
+            check_turns(program, path)
         best = model.logits(prompt + follows)[len(prompt) - 1:-1].argmax(-1).tolist()
         check(len(follows) > 4 and best == follows, f"{path}: {follows}, exactly {best}")
     vocabularies = glob.glob(os.path.join(folder, "**", "ggml-vocab-*.inp"), recursive=True)
