@@ -295,59 +295,100 @@ static int start(train *t, const char *line, char *why) {
     argv[0] = text;
     for (char *s = strtok(text, " "); s && argc < 64; s = strtok(NULL, " ")) argv[argc++] = s;
     why[0] = 0;
-    return train_arguments(t, argc, argv, why);
+    return train_arguments(t, argc, argv, 0, -1, why);
 }
+
+static double run_held;                /* bits per byte of the held-out text; processes: 0 */
 
 static int run(const char *line, char *why) {
     static train t;
     train_stop = 0;
     const int ok = start(&t, line, why) && train_run(&t, why);
+    run_held = t.held_bits;
     train_close(&t);
     return ok;
 }
 
-static ra_status one_pass(ra_world *world, int rank, void *user) {
-    train *t = (train *)user;
-    seat s;
-    memset(&s, 0, sizeof s);
-    s.n = &t->n;
-    net_turn(&t->n, rank, t->ranks);
-    ra_status status = train_meet(t)
-        ? train_sit(t, &s, ra_world_transport(world, rank), rank, TOKENS) : RA_E_ABORTED;
-    const sequence q = train_sequence(t, 0, 0, TOKENS);
-    if (!status) status = seat_pass(&s, &q);
-    seat_close(&s);
-    return status;
+/* Loss and gradients of one sequence, and the weights. */
+typedef struct passed { train t; net n; float *grad; double loss; } passed;
+
+/* Weights of a size that makes attention and gates matter; norms that are not all 1. */
+static void weights_that_matter(net *n) {
+    net_initialise(n, 7);
+    for (int64_t k = 0; k < n->tensors; k++)
+        for (int64_t i = 0; i < n->tensor[k].rows * n->tensor[k].columns; i++) {
+            float *w = &n->w[n->tensor[k].at + i];
+            *w = n->tensor[k].rows > 1 ? *w * 8 : 1 + 0.2f * sinf((float)(3 * i + k));
+        }
+    net_turn(n);
 }
 
-/* Loss and gradients of one sequence, in t->loss[0] and lane 0. */
-static void pass(train *t, const char *line) {
+static ra_status one_pass(ra_world *world, int rank, void *user) {
+    passed *p = (passed *)user;
+    train *t = &p->t;
+    char why[TRAIN_WHY] = "";
+    ranks_desc d;
+    double loss = 0;
+    worker *w = (worker *)calloc(1, sizeof *w);
+    if (!w) abort();
+    memset(&d, 0, sizeof d);
+    d.kind = RANKS_THREADS;
+    d.rank = rank;
+    d.ranks = (int32_t)t->ranks;
+    d.world = world;
+    w->t = t;
+    ra_status s = mesh_open(&w->m, &d, 1, NULL, why);
+    if (!s) s = train_join(w, why);
+    if (!s) weights_that_matter(&w->n);
+    if (!s) s = train_passes(w, 0, TOKENS);
+    if (!s) s = mesh_reduce(&w->m, &w->n, w->leaf, w->grad);
+    if (!s) s = train_losses(w, &loss);
+    if (!s) memcpy(p->grad + w->n.own, w->grad, (size_t)w->n.owned * sizeof *w->grad);
+    if (rank == 0) p->loss = loss / TOKENS;
+    seat_close(&w->s);
+    (void)mesh_close(&w->m);
+    net_close(&w->n);
+    free(w->squares); free(w->leaf); free(w->grad);
+    free(w);
+    return s;
+}
+
+static int pass(passed *p, const char *line) {
     char why[TRAIN_WHY];
-    if (!CHECK(start(t, line, why) && train_read_texts(t, why) && net_open(&t->n, &t->shape)))
-        return;
-    net_initialise(&t->n, 7);
-    /* Weights of a size that makes attention and gates matter; norms that are not all 1. */
-    for (int64_t k = 0; k < t->n.tensors; k++)
-        for (int64_t i = 0; i < t->n.tensor[k].rows * t->n.tensor[k].columns; i++) {
-            float *w = &t->n.w[t->n.tensor[k].at + i];
-            *w = t->n.tensor[k].rows > 1 ? *w * 8 : 1 + 0.2f * sinf((float)(3 * i + k));
-        }
-    CHECK_EQ(ra_world_run((int)t->ranks, one_pass, t, NULL), RA_OK);
-    train_tree(t->loss);
-    for (int64_t c = 0; c * TRAIN_CHUNK < t->n.size; c++) train_merge(&t->n, c);
+    memset(p, 0, sizeof *p);
+    if (!CHECK(start(&p->t, line, why) && train_read_texts(&p->t, why) &&
+               net_open(&p->n, &p->t.shape, 0, 1, 0)))
+        return 0;
+    weights_that_matter(&p->n);
+    p->grad = (float *)calloc((size_t)p->n.size, sizeof *p->grad);
+    if (!p->grad) abort();
+    return CHECK_EQ(ra_world_run((int)p->t.ranks, one_pass, p, NULL), RA_OK);
+}
+
+static void pass_close(passed *p) {
+    free(p->grad);
+    net_close(&p->n);
+    train_close(&p->t);
+}
+
+/* The text of the first sequence of a run. */
+static const uint8_t *first_text(train *t) {
+    static worker w;
+    w.t = t;
+    return train_sequence(&w, 0, 0, TOKENS).text;
 }
 
 /* How far gradients and loss are from a reference, in units of the bar: 4e-6 of the largest element
  * of each tensor. */
-static double distance(const train *t, const ref *r, const char **where) {
-    double worst = fabs(t->loss[0] / TOKENS - r->loss) / (1e-6 * r->loss);
+static double distance(const passed *p, const ref *r, const char **where) {
+    double worst = fabs(p->loss - r->loss) / (1e-6 * r->loss);
     *where = "loss";
-    for (int64_t k = 0; k < t->n.tensors; k++) {
-        const net_tensor *x = &t->n.tensor[k];
+    for (int64_t k = 0; k < p->n.tensors; k++) {
+        const net_tensor *x = &p->n.tensor[k];
         double most = 0, off = 0;
         for (int64_t i = x->at; i < x->at + x->rows * x->columns; i++) {
             most = fmax(most, fabs(r->grad[i]));
-            off = fmax(off, fabs((double)t->n.lane[i] - r->grad[i]));
+            off = fmax(off, fabs((double)p->grad[i] - r->grad[i]));
         }
         if (off / (most * 4e-6) <= worst) continue;
         worst = off / (most * 4e-6);
@@ -361,21 +402,20 @@ TEST(gradients) {
         "--tokens 1024 --ranks 1", "--tokens 1024 --ranks 2 --untied --recompute",
         "--tokens 1024 --ranks 4 --layout contiguous" };
     for (int i = 0; i < 3; i++) {
-        static train t;
+        static passed p;
         const char *where = "";
         if (!h_case(i)) continue;
-        pass(&t, lines[i]);
-        if (!t.n.size) continue;
-        ref r = { &t.n, train_sequence(&t, 0, 0, TOKENS).text, 0, zeros(t.n.size), 0 };
+        if (!pass(&p, lines[i])) continue;
+        ref r = { &p.n, first_text(&p.t), 0, zeros(p.n.size), 0 };
         for (r.plant = 0; r.plant < (i == 0 && !H_SLOW ? PLANTS : 1); r.plant++) {
             ref_run(&r);
-            const double far = distance(&t, &r, &where);
+            const double far = distance(&p, &r, &where);
             h_context("%s: plant %d: %.3g of the bar, %s", lines[i], r.plant, far, where);
             if (r.plant) CHECK(far > 5);               /* such a mistake would be seen */
             else CHECK(far < 1);
         }
         free(r.grad);
-        train_close(&t);
+        pass_close(&p);
     }
 }
 
@@ -517,6 +557,76 @@ TEST(bits) {
     forget("bits1");
 }
 
+/* Ports of this machine that were free a moment ago, as --at takes them. */
+static void addresses(char *list, size_t room, int n) {
+    int fd[8], port = 0;
+    list[0] = 0;
+    for (int i = 0; i < n; i++) {
+        fd[i] = ra_tcp_listen("127.0.0.1:0", &port);
+        const size_t at = strlen(list);
+        snprintf(list + at, room - at, "%s127.0.0.1:%d", i ? "," : "", port);
+    }
+    for (int i = 0; i < n; i++)
+        if (fd[i] >= 0) close(fd[i]);
+}
+
+/* Runs a line in n processes that meet over TCP. 1: all have ended well. */
+static int run_over_tcp(const char *prefix, const char *line, int n) {
+    char list[300], all[900], why[TRAIN_WHY];
+    pid_t id[8];
+    int ok = 1, status;
+    addresses(list, sizeof list, n);
+    for (int i = 0; i < n; i++) {
+        id[i] = fork();
+        if (id[i]) continue;
+        snprintf(all, sizeof all, "%s --at %s --rank %d", line, list, i);
+        const int good = run_to(prefix, all, why);
+        if (!good) fprintf(stderr, "%s\n", why);
+        _exit(!good);
+    }
+    for (int i = 0; i < n; i++)
+        ok = waitpid(id[i], &status, 0) == id[i] && status == 0 && ok;
+    return ok;
+}
+
+/* The same bits on every mesh, by every means that ranks meet here. */
+TEST(meshes) {
+    static const struct { const char *line; int tcp; } runs[] = {
+        { "--ranks 1", 0 }, { "--ranks 2 --shm", 0 }, { "--ranks 8 --recompute", 0 },
+        { "--mesh 2x2", 0 }, { "--mesh 4x1 --shm", 0 }, { "--mesh 2x2 --shm", 0 },
+        { "--mesh 2x4", 0 }, { "--mesh 4x4 --shm", 0 }, { "--mesh 2x2", 4 }, { "--mesh 2x1", 2 },
+        { "--mesh 1x2", 2 } };
+    char line[600], name[16], why[TRAIN_WHY];
+    double held = 0;
+    write_text("held", 5000, 4);
+    for (int i = 0; i < (int)(sizeof runs / sizeof *runs); i++) {
+        if (!h_case(i)) continue;
+        snprintf(line, sizeof line, "--groups 4 --tokens 6144 --steps 2 --held %s %s",
+                 in_folder("held"), runs[i].line);
+        snprintf(name, sizeof name, "mesh%d", i);
+        h_context("%s, %d over TCP", runs[i].line, runs[i].tcp);
+        CHECK(runs[i].tcp ? run_over_tcp(name, line, runs[i].tcp) : run_to(name, line, why));
+        if (i == 0) held = run_held;
+        else if (!runs[i].tcp && run_held > 0) CHECK(run_held == held);
+        if (i) same_states("mesh0", name);
+        if (i) same_rows("mesh0", name);
+        if (i) forget(name);
+    }
+    CHECK(held > 0);
+    CHECK(run_to("mesh9", "--groups 2 --tokens 6144 --steps 2", why));
+    (void)remove(in_folder("held"));   /* other sums */
+    uint8_t *x, *y;
+    size_t n, m;
+    int64_t step;
+    state_of("mesh0", &x, &n, &step);
+    state_of("mesh9", &y, &m, &step);
+    if (CHECK(x && y && n == m)) CHECK(memcmp(x, y, n) != 0);
+    free(x);
+    free(y);
+    forget("mesh9");
+    forget("mesh0");
+}
+
 /* A run of 4 steps; then the same in three sittings on 1, 2 and 4 ranks. */
 TEST(resume) {
     char why[TRAIN_WHY];
@@ -561,7 +671,7 @@ TEST(resume) {
 /* -------------------------------------------------------------------------- checkpoints */
 static void small_net(net *n, float value) {
     const net_shape s = { 1, 2, 1, 16, 32, 48, 1 };
-    if (!net_open(n, &s)) abort();
+    if (!net_open(n, &s, 0, 1, 0)) abort();
     for (int64_t i = 0; i < n->size; i++) n->w[i] = n->m[i] = n->v[i] = value + (float)(i % 100);
 }
 
@@ -695,6 +805,93 @@ TEST(killed) {
     forget("kill");
 }
 
+/* -------------------------------------------------------------------------- ranks that die */
+typedef struct killer { const char *csv; int rows, victim; volatile int done; } killer;
+
+static int rows_of_file(const char *path) {
+    int rows = 0, c;
+    FILE *f = fopen(path, "r");
+    if (!f) return 0;
+    while ((c = fgetc(f)) != EOF) rows += c == '\n';
+    fclose(f);
+    return rows;
+}
+
+/* Kills a rank, once, when the checkpoint of some step has been written. */
+static void *kill_one(void *user) {
+    killer *k = (killer *)user;
+    while (!k->done) {
+        const pid_t id = train_process[k->victim];
+        if (rows_of_file(k->csv) > k->rows && id > 0) {
+            if (kill(id, SIGKILL) == 0) k->done = 1;
+        } else usleep(500);
+    }
+    return NULL;
+}
+
+static int run_and_kill(const char *prefix, const char *line, int rows, int victim, char *why) {
+    char csv[600];
+    pthread_t thread;
+    killer k = { csv, rows, victim, 0 };
+    snprintf(csv, sizeof csv, "%s.csv", in_folder(prefix));
+    if (pthread_create(&thread, NULL, kill_one, &k)) abort();
+    const int ok = run_to(prefix, line, why);
+    CHECK(k.done);
+    k.done = 1;
+    pthread_join(thread, NULL);
+    return ok;
+}
+
+/* Processes that share memory: one is killed, and the others go on, by themselves or by another
+ * command. Both end with the bits of a run in which nobody died. */
+TEST(survives) {
+    char why[TRAIN_WHY] = "";
+    h_rng g = h_case_rng(0);
+    CHECK(run_to("calm", "--ranks 2 --groups 2 --tokens 2048 --steps 8", why));
+    for (int i = 0; i < (H_SLOW ? 1 : 3); i++) {
+        const int rows = 2 + (int)(h_next(&g) % 4), victim = (int)(h_next(&g) % 4);
+        h_context("rank %d after %d steps", victim, rows);
+        CHECK(run_and_kill("hurt", "--mesh 2x2 --groups 2 --tokens 2048 --steps 8 --save 1 --shm "
+                           "--survive", rows, victim, why));
+        same_states("calm", "hurt");
+        same_rows("calm", "hurt");
+        forget("hurt");
+    }
+    CHECK(!run_and_kill("hurt", "--ranks 4 --groups 2 --tokens 2048 --steps 8 --save 1 --shm", 3, 1,
+                        why));
+    h_context("%s", why);
+    CHECK(strstr(why, "1 of 4 ranks died") != NULL);
+    CHECK(run_to("hurt", "--ranks 2 --groups 2 --tokens 2048 --steps 8 --resume", why));
+    same_states("calm", "hurt");
+    same_rows("calm", "hurt");
+    forget("hurt");
+    forget("calm");
+}
+
+/* Ranks that meet over TCP: the others say which of them has ended. */
+TEST(says_who_died) {
+    char list[300], line[900], why[TRAIN_WHY] = "";
+    pid_t id[2];
+    int status, told = 0;
+    addresses(list, sizeof list, 2);
+    for (int i = 0; i < 2; i++) {
+        id[i] = fork();
+        if (id[i]) continue;
+        snprintf(line, sizeof line, "--steps 100000 --save 1 --at %s --rank %d", list, i);
+        const int ok = run_to("gone", line, why);
+        if (i == 0) fprintf(stderr, "%s\n", why);
+        _exit(!ok && strstr(why, "rank 0: ") && strstr(why, "rank 1") ? 7 : 8);
+    }
+    snprintf(line, sizeof line, "%s.csv", in_folder("gone"));
+    for (int i = 0; i < 20000 && rows_of_file(line) < 3; i++) usleep(1000);
+    CHECK(kill(id[1], SIGKILL) == 0);
+    CHECK(waitpid(id[0], &told, 0) == id[0]);
+    CHECK(waitpid(id[1], &status, 0) == id[1]);
+    h_context("status %x", (unsigned)told);
+    CHECK(WIFEXITED(told) && WEXITSTATUS(told) == 7);
+    forget("gone");
+}
+
 /* -------------------------------------------------------------------------- export, arguments */
 TEST(exported) {
     char why[INFER_WHY], line[900], all[256];
@@ -745,7 +942,8 @@ TEST(exported) {
 TEST(refused) {
     static const struct { const char *line, *says; } cases[] = {
         { "--ranks 3", "1, 2, 4, 8 and 16" }, { "--ranks 17", "--ranks" }, { "--steps x", "'x'" },
-        { "--steps", "--steps" }, { "--hidden 40", "multiples of 16" }, { "--mesh 2x2", "--mesh" },
+        { "--steps", "--steps" }, { "--hidden 40", "multiples of 16" },
+        { "--mesh 2x2", "--groups" },
         { "--context 1000", "1024" }, { "--context 1024,2048", "1024" }, { "--what 1", "no such" },
         { "--context 1024,2048@5,4096@5", "rising" }, { "--layout striped", "zigzag" },
         { "--type q4", "q8_0" }, { "--rate -1", "'-1'" }, { "--heads 3", "multiples" },
@@ -753,6 +951,12 @@ TEST(refused) {
         { "--context 1024,8192@5 --held TEXT/short", "1100 bytes of text are fewer" },
         { "--held TEXT/noise", "noise: 0 bytes of text are fewer" },
         { "--ranks 16 --layout zigzag", "contiguous" }, { "second", "already" },
+        { "--mesh 2", "--mesh" }, { "--mesh 4x1 --groups 2", "--groups" },
+        { "--mesh 2x32 --groups 2", "--mesh" }, { "--groups 3", "--groups" },
+        { "--mesh 4x2 --groups 4 --tokens 2048", "--tokens" }, { "--survive", "--shm" },
+        { "--at 127.0.0.1:9", "go together" }, { "--at a:1,b:2 --rank 2", "0..1" },
+        { "--at a:1,b:2 --rank 0 --shm", "one of them" },
+        { "--at a:1,b:2,c:3 --rank 0", "--ranks: 3" },
         { "--out /nowhere/at/all", "/nowhere" } };
     char why[TRAIN_WHY], line[700];
     write_text("short", 1099, 3);      /* and a byte 0 before it */
@@ -844,9 +1048,10 @@ TEST(learns) {
 
 int main(int argc, char **argv) {
     static const h_test tests[] = {
-        ENTRY(kernels), ENTRY(gradients), ENTRY(bits), ENTRY(resume), ENTRY(damaged),
+        ENTRY(kernels), ENTRY(gradients), ENTRY(bits), ENTRY(meshes), ENTRY(resume), ENTRY(damaged),
         ENTRY(impossible_manifests), ENTRY(diverged),
-        ENTRY(full_disk), ENTRY(killed), ENTRY(exported), ENTRY(refused), ENTRY(folders),
+        ENTRY(full_disk), ENTRY(killed), ENTRY(survives), ENTRY(says_who_died),
+        ENTRY(exported), ENTRY(refused), ENTRY(folders),
         ENTRY(learns) };
     const char *under = getenv("TMPDIR");
     snprintf(folder, sizeof folder, "%s/ring_train_XXXXXX", under ? under : "/tmp");

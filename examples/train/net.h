@@ -6,12 +6,12 @@
  *
  * Lanes. A sequence is cut into TRAIN_LANES equal parts, each of whole blocks of 64 tokens. A lane
  * has gradients and a loss of its own, which add up its tokens in order, sequence after sequence.
- * train_merge adds up the lanes in a fixed tree. A rank holds whole lanes, so these sums have the
- * same bits for every number of ranks. */
+ * Lanes are added up in a fixed tree. A rank holds whole lanes, so these sums have the same bits
+ * for every number of ranks (see mesh.h). */
 #if !defined(TRAIN_NET_H)
 #define TRAIN_NET_H
 
-#include "ringattn.h"
+#include "../ranks.h"
 #include "kernels.h"
 
 #include <math.h>
@@ -37,8 +37,9 @@ typedef struct net {
     net_tensor *tensor;
     int64_t tensors, size;             /* size: weights in all */
     float *w, *turned;                 /* the weights; each matrix transposed */
-    float *m, *v;                      /* AdamW's averages */
-    float *lane;                       /* [TRAIN_LANES][size] gradients; merged into lane 0 */
+    int64_t own, owned;                /* this rank steps `owned` weights from `own` on */
+    float *m, *v;                      /* [owned] AdamW's averages */
+    float *lane;                       /* [lanes of this rank][size] gradients */
 } net;
 
 static inline void net_add(net *n, const char *name, int64_t layer, int64_t rows,
@@ -52,13 +53,19 @@ static inline void net_add(net *n, const char *name, int64_t layer, int64_t rows
     n->size += rows * columns;
 }
 
+static inline int64_t net_chunks(const net *n) {
+    return (n->size + TRAIN_CHUNK - 1) / TRAIN_CHUNK;
+}
+
 static inline void net_close(net *n) {
     free(n->tensor); free(n->w); free(n->turned); free(n->m); free(n->v); free(n->lane);
     memset(n, 0, sizeof *n);
 }
 
-/* Lists the tensors and allocates. 0: no memory. */
-static inline int net_open(net *n, const net_shape *s) {
+/* Lists the tensors and allocates, for one of `ranks` ranks, which has `lanes` lanes. 0: no
+ * memory. */
+static inline int net_open(net *n, const net_shape *s, int64_t rank, int64_t ranks,
+                           int64_t lanes) {
     const int64_t q = s->heads * s->dim, kv = s->kv_heads * s->dim;
     memset(n, 0, sizeof *n);
     n->s = *s;
@@ -80,9 +87,13 @@ static inline int net_open(net *n, const net_shape *s) {
     if (!s->tied) net_add(n, "output", -1, TRAIN_VOCABULARY, s->hidden);
     n->w = (float *)calloc((size_t)n->size, sizeof(float));
     n->turned = (float *)calloc((size_t)n->size, sizeof(float));
-    n->m = (float *)calloc((size_t)n->size, sizeof(float));
-    n->v = (float *)calloc((size_t)n->size, sizeof(float));
-    n->lane = (float *)calloc((size_t)n->size * TRAIN_LANES, sizeof(float));
+    n->own = net_chunks(n) * rank / ranks * TRAIN_CHUNK;
+    n->owned = net_chunks(n) * (rank + 1) / ranks * TRAIN_CHUNK;
+    if (n->owned > n->size) n->owned = n->size;
+    n->owned -= n->own;
+    n->m = (float *)calloc((size_t)n->owned + 1, sizeof(float));
+    n->v = (float *)calloc((size_t)n->owned + 1, sizeof(float));
+    n->lane = (float *)calloc((size_t)(n->size * lanes) + 1, sizeof(float));
     if (n->w && n->turned && n->m && n->v && n->lane) return 1;
     net_close(n);
     return 0;
@@ -120,9 +131,9 @@ static inline void net_initialise(net *n, uint64_t seed) {
     }
 }
 
-/* Makes n->turned again, the share of one of several ranks. */
-static inline void net_turn(net *n, int64_t rank, int64_t ranks) {
-    for (int64_t k = rank; k < n->tensors; k += ranks) {
+/* Makes n->turned again. */
+static inline void net_turn(net *n) {
+    for (int64_t k = 0; k < n->tensors; k++) {
         const net_tensor *t = &n->tensor[k];
         for (int64_t i = 0; i < t->rows; i++)
             for (int64_t j = 0; j < t->columns; j++)
@@ -199,13 +210,31 @@ static inline int seat_allocate(seat *s) {
     return 1;
 }
 
+static inline ra_desc seat_desc(const net_shape *m, int64_t context) {
+    ra_desc d = ra_desc_make((int32_t)m->heads, (int32_t)m->kv_heads, (int32_t)m->dim, RA_F32,
+                             RA_MASK_CAUSAL);
+    d.tokens = context;
+    d.train = 1;
+    return d;
+}
+
+/* The longest message of a ring over sequences of `context` tokens. */
+static inline size_t seat_message_bytes(const net_shape *m, int64_t ranks, int64_t layout,
+                                        int64_t context) {
+    ra_desc d = seat_desc(m, context);
+    ra_plan *plan = NULL;
+    d.ranks = (int32_t)ranks;
+    d.layout.kind = (int32_t)layout;
+    const size_t bytes = ra_plan_create(&plan, &d, NULL) ? 0 : ra_shm_slot_bytes(plan, d.ranks);
+    ra_plan_destroy(plan);
+    return bytes;
+}
+
 /* A rank's plan, ring and memory for sequences of `context` tokens. layout: RA_LAYOUT_CONTIGUOUS or
  * RA_LAYOUT_ZIGZAG. s->n and s->kept are set. */
 static inline ra_status seat_open(seat *s, const ra_transport *wire, const ra_desc *ranks,
                                   int64_t context) {
-    const net_shape *m = &s->n->s;
-    ra_desc d = ra_desc_make((int32_t)m->heads, (int32_t)m->kv_heads, (int32_t)m->dim, RA_F32,
-                             RA_MASK_CAUSAL);
+    ra_desc d = seat_desc(&s->n->s, context);
     ra_ring_desc rd;
     ra_plan_report report;
     ra_status status;
@@ -215,8 +244,6 @@ static inline ra_status seat_open(seat *s, const ra_transport *wire, const ra_de
     d.rank = ranks->rank;
     d.layout.kind = ranks->layout.kind;
     d.error = rd.error = ranks->error;
-    d.tokens = context;
-    d.train = 1;
     s->context = context;
     s->math = train_math_here();
     status = ra_plan_create(&s->plan, &d, NULL);
@@ -235,9 +262,9 @@ static inline tile seat_block(const seat *s, const sequence *q, int64_t row) {
     tile b = { row, 0, NULL, NULL };
     const int64_t behind = row - s->part[0].count;
     b.position = behind < 0 ? s->part[0].first + row : s->part[1].first + behind;
-    const int64_t lane = b.position / (s->context / TRAIN_LANES);
-    b.grad = s->n->lane + lane * s->n->size;
-    b.loss = q->loss + lane;
+    const int64_t lane = s->context / TRAIN_LANES;
+    b.grad = s->n->lane + row / lane * s->n->size;
+    b.loss = q->loss + b.position / lane;
     return b;
 }
 
@@ -472,59 +499,64 @@ static inline ra_status seat_pass(seat *s, const sequence *q) {
 
 /* -------------------------------------------------------------------------- a step */
 typedef struct optimiser {
-    double rate, warm_up, steps, decay, clip;          /* warm_up and steps: in steps */
+    double rate, warm_up, cool, steps, decay, clip;    /* warm_up, cool and steps: in steps */
 } optimiser;
 
-static inline double train_tree(double x[TRAIN_LANES]) {
-    for (int apart = 1; apart < TRAIN_LANES; apart *= 2)
-        for (int i = 0; i < TRAIN_LANES; i += 2 * apart) x[i] += x[i + apart];
+static inline double train_tree(double *x, int n) {    /* n: a power of two */
+    for (int apart = 1; apart < n; apart *= 2)
+        for (int i = 0; i < n; i += 2 * apart) x[i] += x[i + apart];
     return x[0];
 }
 
-/* Adds up the lanes of chunk c of the weights into lane 0; returns the sum of squares. */
-static inline double train_merge(net *n, int64_t c) {
-    const int64_t from = c * TRAIN_CHUNK, left = n->size - from;
-    const int64_t count = left < TRAIN_CHUNK ? left : TRAIN_CHUNK;
-    double sum = 0;
-    for (int64_t apart = 1; apart < TRAIN_LANES; apart *= 2)
-        for (int64_t i = 0; i < TRAIN_LANES; i += 2 * apart) {
-            float *a = n->lane + i * n->size + from, *b = a + apart * n->size;
-            for (int64_t j = 0; j < count; j++) a[j] += b[j];
+/* Adds up `leaves` rows of n floats, a power of two, in the same tree, into the first. */
+static inline void train_tree_of(float *x, int64_t leaves, int64_t n) {
+    for (int64_t apart = 1; apart < leaves; apart *= 2)
+        for (int64_t i = 0; i < leaves; i += 2 * apart) {
+            float *a = x + i * n;
+            const float *b = a + apart * n;
+            for (int64_t j = 0; j < n; j++) a[j] += b[j];
         }
-    for (int64_t j = from; j < from + count; j++)
-        sum += (double)n->lane[j] * (double)n->lane[j];
-    return sum;
+}
+
+/* The sums of squares of the chunks that this rank owns. */
+static inline void train_squares(const net *n, const float *grad, double *squares) {
+    for (int64_t i = 0; i < n->owned; i++) {
+        double *sum = &squares[(n->own + i) / TRAIN_CHUNK];
+        if (i % TRAIN_CHUNK == 0) *sum = 0;
+        *sum += (double)grad[i] * (double)grad[i];
+    }
 }
 
 static inline double train_rate(const optimiser *o, int64_t step) {
     const double at = (double)step;
     if (at < o->warm_up) return o->rate * (at + 1) / o->warm_up;
+    if (o->cool > 0)
+        return o->rate * fmin(1, 0.05 + 0.95 * (o->steps - at) / o->cool);
     const double part = (at - o->warm_up) / fmax(o->steps - o->warm_up, 1);
     return o->rate * (0.1 + 0.45 * (1 + cos(3.141592653589793 * fmin(part, 1))));
 }
 
-/* AdamW on chunk c. Only matrices decay. Clears the gradients of all lanes. */
-static inline void train_update(net *n, int64_t c, const optimiser *o, int64_t step, double norm) {
-    const int64_t from = c * TRAIN_CHUNK, left = n->size - from;
-    const int64_t end = from + (left < TRAIN_CHUNK ? left : TRAIN_CHUNK);
+/* AdamW on the weights that this rank owns. Only matrices decay. */
+static inline void train_update(net *n, const float *grad, const optimiser *o, int64_t step,
+                                double norm) {
+    const int64_t end = n->own + n->owned;
     const float factor = norm > o->clip ? (float)(o->clip / norm) : 1;
     const float rate = (float)train_rate(o, step), b1 = 0.9f, b2 = 0.95f;
     const float first = (float)(1 / (1 - pow(0.9, (double)step + 1)));
     const float second = (float)(1 / (1 - pow(0.95, (double)step + 1)));
-    for (int64_t k = 0, i = from; k < n->tensors; k++) {
+    for (int64_t k = 0, at = n->own; k < n->tensors; k++) {
         const net_tensor *t = &n->tensor[k];
         const int64_t last = t->at + t->rows * t->columns, stop = last < end ? last : end;
         const float decay = t->rows > 1 ? rate * (float)o->decay : 0;
-        for (; i < stop; i++) {
-            const float g = n->lane[i] * factor;
+        for (; at < stop; at++) {
+            const int64_t i = at - n->own;
+            const float g = grad[i] * factor;
             n->m[i] = b1 * n->m[i] + (1 - b1) * g;
             n->v[i] = b2 * n->v[i] + (1 - b2) * g * g;
             const float move = n->m[i] * first / (sqrtf(n->v[i] * second) + 1e-8f);
-            n->w[i] -= rate * move + decay * n->w[i];
+            n->w[at] -= rate * move + decay * n->w[at];
         }
     }
-    for (int64_t l = 0; l < TRAIN_LANES; l++)
-        memset(n->lane + l * n->size + from, 0, (size_t)(end - from) * sizeof(float));
 }
 
 #endif
