@@ -8258,11 +8258,12 @@ RA__OPTIMIZE_BEGIN("tree-vrp,tree-ccp")
  *   - vdpbf16ps and vcvtne2ps2pbh beside tile products cost a third, so l is summed from p by masks
  *     and additions.
  *
- * All tiles go through six operations. With RA__AMX_SOFT these are vector code on an array, so that
- * tests run on any machine with AVX512 BF16. Otherwise they are inline assembly, because gcc 12's
- * _tile_loadconfig drops the stores to its operand and needs literal tile numbers. */
+ * All tiles go through six operations. They are inline assembly, because gcc 12's _tile_loadconfig
+ * drops the stores to its operand and needs literal tile numbers. Tests bring them in vector code,
+ * the file RA__AMX_SOFT, and run on any machine with AVX512 BF16. */
 #if defined(RA__AMX_SOFT)
 #define RA__AMX_TARGET RA__BF_TARGET
+#include RA__AMX_SOFT
 #else
 #define RA__AMX_TARGET                                                                           \
     RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,"              \
@@ -8283,52 +8284,13 @@ typedef struct ra__amx_state {
     int32_t per_product;               /* forward: pieces after each product; backward: products
                                         * before each piece */
     int32_t wait;                      /* backward: products since the last piece */
-#if defined(RA__AMX_SOFT)
-    uint8_t tile[8][1024];
-#endif
 } ra__amx_state;
 
-#if defined(RA__AMX_SOFT)
-RA__AMX_STATIC void ra__tile_begin(ra__amx_state *amx) {
-    memset(amx->tile, 0, sizeof amx->tile);
-}
-RA__AMX_STATIC void ra__tile_end(void) {}
-RA__AMX_STATIC void ra__tile_zero(ra__amx_state *amx, int32_t c) {
-    memset(amx->tile[c], 0, 1024);
-}
-RA__AMX_STATIC void ra__tile_load(ra__amx_state *amx, int32_t i, const void *p, int64_t stride) {
-    for (int32_t r = 0; r < 16; r++)
-        memcpy(amx->tile[i] + 64 * r, (const uint8_t *)p + r * stride, 64);
-}
-RA__AMX_STATIC void ra__tile_stream(ra__amx_state *amx, int32_t i, const void *p,
-                                    int64_t stride) {
-    ra__tile_load(amx, i, p, stride);
-}
-RA__AMX_STATIC void ra__tile_store(ra__amx_state *amx, int32_t c, void *p, int64_t stride) {
-    for (int32_t r = 0; r < 16; r++) memcpy((uint8_t *)p + r * stride, amx->tile[c] + 64 * r, 64);
-}
-/* tile[c] += tile[4 + c / 2] tile[6 + c % 2] */
-RA__AMX_STATIC void ra__tile_dot(ra__amx_state *amx, int32_t c) {
-    const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
-    for (int32_t r = 0; r < 16; r++) {
-        __m512 sum = _mm512_loadu_ps((const float *)(const void *)(amx->tile[c] + 64 * r));
-        for (int32_t k = 0; k < 16; k++) {
-            __m512i a = ra__bf_broadcast(amx->tile[4 + c / 2] + 64 * r + 4 * k);
-            __m512i b = _mm512_loadu_si512(amx->tile[6 + c % 2] + 64 * k);
-            sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)),
-                                  _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), sum);
-            sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)),
-                                  _mm512_castsi512_ps(_mm512_and_si512(b, high)), sum);
-        }
-        _mm512_storeu_ps((float *)(void *)(amx->tile[c] + 64 * r), sum);
-    }
-}
-#else
+#if !defined(RA__AMX_SOFT)
 /* Palette 1: eight tiles of 16 rows of 64 bytes. The caller's tile state is lost, and ra__tile_end
  * releases the tiles. */
-RA__AMX_INLINE void ra__tile_begin(ra__amx_state *amx) {
+RA__AMX_INLINE void ra__tile_begin(void) {
     struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } c;
-    (void)amx;
     memset(&c, 0, sizeof c);
     c.palette = 1;
     for (int32_t i = 0; i < 8; i++) {
@@ -8338,8 +8300,7 @@ RA__AMX_INLINE void ra__tile_begin(ra__amx_state *amx) {
     __asm__ volatile("ldtilecfg %0" : : "m"(c));
 }
 RA__AMX_INLINE void ra__tile_end(void) { __asm__ volatile("tilerelease"); }
-RA__AMX_INLINE void ra__tile_zero(ra__amx_state *amx, int32_t c) {
-    (void)amx;
+RA__AMX_INLINE void ra__tile_zero(int32_t c) {
     switch (c) {
     case 0: __asm__ volatile("tilezero %%tmm0" : :); break;
     case 1: __asm__ volatile("tilezero %%tmm1" : :); break;
@@ -8347,8 +8308,7 @@ RA__AMX_INLINE void ra__tile_zero(ra__amx_state *amx, int32_t c) {
     default: __asm__ volatile("tilezero %%tmm3" : :); break;
     }
 }
-RA__AMX_INLINE void ra__tile_load(ra__amx_state *amx, int32_t i, const void *p, int64_t n) {
-    (void)amx;
+RA__AMX_INLINE void ra__tile_load(int32_t i, const void *p, int64_t n) {
     switch (i) {
     case 0: __asm__ volatile("tileloadd (%0,%1), %%tmm0" : : "r"(p), "r"(n) : "memory"); break;
     case 1: __asm__ volatile("tileloadd (%0,%1), %%tmm1" : : "r"(p), "r"(n) : "memory"); break;
@@ -8361,13 +8321,11 @@ RA__AMX_INLINE void ra__tile_load(ra__amx_state *amx, int32_t i, const void *p, 
     }
 }
 /* Loads tile 4 or 5 without filling the L1 cache. */
-RA__AMX_INLINE void ra__tile_stream(ra__amx_state *amx, int32_t i, const void *p, int64_t n) {
-    (void)amx;
+RA__AMX_INLINE void ra__tile_stream(int32_t i, const void *p, int64_t n) {
     if (i == 4) __asm__ volatile("tileloaddt1 (%0,%1), %%tmm4" : : "r"(p), "r"(n) : "memory");
     else __asm__ volatile("tileloaddt1 (%0,%1), %%tmm5" : : "r"(p), "r"(n) : "memory");
 }
-RA__AMX_INLINE void ra__tile_store(ra__amx_state *amx, int32_t c, void *p, int64_t n) {
-    (void)amx;
+RA__AMX_INLINE void ra__tile_store(int32_t c, void *p, int64_t n) {
     switch (c) {
     case 0: __asm__ volatile("tilestored %%tmm0, (%0,%1)" : : "r"(p), "r"(n) : "memory"); break;
     case 1: __asm__ volatile("tilestored %%tmm1, (%0,%1)" : : "r"(p), "r"(n) : "memory"); break;
@@ -8376,8 +8334,7 @@ RA__AMX_INLINE void ra__tile_store(ra__amx_state *amx, int32_t c, void *p, int64
     }
 }
 /* tile[c] += tile[4 + c / 2] tile[6 + c % 2] */
-RA__AMX_INLINE void ra__tile_dot(ra__amx_state *amx, int32_t c) {
-    (void)amx;
+RA__AMX_INLINE void ra__tile_dot(int32_t c) {
     switch (c) {
     case 0: __asm__ volatile("tdpbf16ps %%tmm6, %%tmm4, %%tmm0" : :); break;
     case 1: __asm__ volatile("tdpbf16ps %%tmm7, %%tmm4, %%tmm1" : :); break;
@@ -8469,18 +8426,18 @@ RA__AMX_INLINE void *ra__amx_sums_at(float *c, int64_t stride, int32_t i) {
 RA__AMX_INLINE void ra__amx_swap_sums(ra__amx_state *amx, const ra__amx_quad *quad, int32_t i,
                                       const int32_t fresh) {
     if (amx->sums)
-        ra__tile_store(amx, i, ra__amx_sums_at(amx->sums, amx->sums_stride, i), amx->sums_stride);
-    if (fresh) ra__tile_zero(amx, i);
-    else ra__tile_load(amx, i, ra__amx_sums_at(quad->c, quad->c_stride, i), quad->c_stride);
+        ra__tile_store(i, ra__amx_sums_at(amx->sums, amx->sums_stride, i), amx->sums_stride);
+    if (fresh) ra__tile_zero(i);
+    else ra__tile_load(i, ra__amx_sums_at(quad->c, quad->c_stride, i), quad->c_stride);
 }
 
 enum { RA__AMX_FRESH = 1, RA__AMX_BACK = 2, RA__AMX_NEAR = 4 }; /* NEAR: A is in L1 */
 
 /* Loads tile i of A, without filling the L1 cache unless A is there. */
-RA__AMX_INLINE void ra__amx_load_a(ra__amx_state *amx, int32_t i, const uint8_t *a, int64_t stride,
+RA__AMX_INLINE void ra__amx_load_a(int32_t i, const uint8_t *a, int64_t stride,
                                    const int32_t form) {
-    if (form & RA__AMX_NEAR) ra__tile_load(amx, i, a, stride);
-    else ra__tile_stream(amx, i, a, stride);
+    if (form & RA__AMX_NEAR) ra__tile_load(i, a, stride);
+    else ra__tile_stream(i, a, stride);
 }
 
 /* Adds the products of a quad to its sums, with pieces in between. */
@@ -8491,13 +8448,13 @@ RA__AMX_INLINE void ra__amx_multiply(ra__amx_state *amx, const ra__amx_quad *qua
     for (int32_t run = 0; run < quad->runs; run++) {
         const uint8_t *a = quad->a + run * quad->a_run, *b = quad->b + run * quad->b_run;
         for (int32_t k = 0; k < quad->n; k++, a += quad->a_step, b += quad->b_step, first = 0) {
-            ra__amx_load_a(amx, 4, a, stride, form);
-            ra__tile_load(amx, 6, b, 256);
+            ra__amx_load_a(4, a, stride, form);
+            ra__tile_load(6, b, 256);
             RA__UNROLL for (int32_t i = 0; i < 4; i++) {
-                if (i == 1) ra__tile_load(amx, 7, b + 64, 256);
-                if (i == 2) ra__amx_load_a(amx, 5, a + 16 * stride, stride, form);
+                if (i == 1) ra__tile_load(7, b + 64, 256);
+                if (i == 2) ra__amx_load_a(5, a + 16 * stride, stride, form);
                 if (first) ra__amx_swap_sums(amx, quad, i, form & RA__AMX_FRESH);
-                ra__tile_dot(amx, i);
+                ra__tile_dot(i);
                 if (form & RA__AMX_BACK) ra__amx_back_next_piece(amx);
                 else ra__amx_some_pieces(amx, amx->per_product);
             }
@@ -8510,7 +8467,7 @@ RA__AMX_INLINE void ra__amx_multiply(ra__amx_state *amx, const ra__amx_quad *qua
 RA__AMX_INLINE void ra__amx_store_sums(ra__amx_state *amx) {
     if (!amx->sums) return;
     RA__UNROLL for (int32_t i = 0; i < 4; i++)
-        ra__tile_store(amx, i, ra__amx_sums_at(amx->sums, amx->sums_stride, i), amx->sums_stride);
+        ra__tile_store(i, ra__amx_sums_at(amx->sums, amx->sums_stride, i), amx->sums_stride);
     amx->sums = NULL;
 }
 
@@ -8638,7 +8595,7 @@ RA__AMX_STATIC void ra__fold_amx(const ra__panel *panel, const ra__keys *keys, c
     ra__bf_strip *before[2] = {NULL, NULL};
     int32_t block = 0, row = 0;
     amx.sums = NULL;
-    ra__tile_begin(&amx);
+    ra__tile_begin();
     for (int32_t i = 0; i == 0 || before[0] || before[1]; i++) {
         ra__bf_strip *strip = &amx.half[i % 3];
         strip->panel = panel;
@@ -8832,7 +8789,7 @@ RA__AMX_STATIC void ra__fold_back_amx(const ra__back_job *jobs, int32_t count) {
     all.jobs = jobs;
     all.count = count;
     all.amx.sums = NULL;
-    ra__tile_begin(&all.amx);
+    ra__tile_begin();
     for (int32_t k = 0; k < 2 * count + 2; k++) ra__amx_back_stage(&all, k);
     ra__amx_store_sums(&all.amx);
     ra__tile_end();

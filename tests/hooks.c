@@ -43,7 +43,7 @@ int hook_gettime(int clock, struct timespec *time);
 
 /* The macros rename the field `free` of ra_allocator too, in this file alone. */
 #define RINGATTN_ASSERT(x) hook_assert((x) ? 1 : 0, #x, __LINE__)
-#define RA__AMX_SOFT
+#define RA__AMX_SOFT "tests/amx_soft.h"
 #define malloc  hook_malloc
 #define calloc  no_calloc              /* the library uses neither: they would not link */
 #define realloc no_realloc
