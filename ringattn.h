@@ -226,9 +226,14 @@
  *            chains: both minima become Dk and keys. The backward pass also rounds dO and the score
  *            gradients. With RA_ARITH_BF16 q, k and v of other dtypes are rounded too, which adds
  *            (0.008 S + 0.004) max |V|.
- *            With integer arithmetic (decoding q8_0, see RA_ISA_*) q is off by at most
- *            2^-16 of its row's largest magnitude, and a weight times the scale of a block of V by
- *            2^-16 of the largest of 16 keys. (q8_0 is itself off by 1/254 of a block's largest.)
+ *            With integer arithmetic (k and v are q8_0, see RA_ISA_*) q is off by at most 2^-16 of
+ *            its row's largest magnitude. A weight times the scale of a block of V is off by 2^-16
+ *            of the largest of 16 keys when decoding. In prefill it is off by 2^-16 of the largest
+ *            weight times the largest scale of 64 keys. This adds at most
+ *                2^-16 (Q + min(keys, 64)) max |V|
+ *              Q        the scale times max |q| times the largest sum of |k| over Dk
+ *              max |V|  128 times the largest scale of V
+ *            (q8_0 is itself off by 1/254 of a block's largest.)
  *   Bits     What the bits of a result depend on, besides the inputs:
  *
  *                                                   threads, timing,    ranks   chunks
@@ -261,8 +266,8 @@
  *   bf16 arithmetic       -      -      +      -   where q, k and v are bf16, or on request (see
  *                                                  ra_desc.arith), by AVX512_BF16 or AMX; not under
  *                                                  dropout
- *   integer arithmetic    -      -      +      -   decoding where k and v are q8_0, by AVX512_BF16
- *                                                  or AMX; processors with VNNI and VBMI
+ *   integer arithmetic    -      -      +      -   where k and v are q8_0, by AVX512_BF16 or AMX;
+ *                                                  processors with VNNI and VBMI
  *
  * SPDX-License-Identifier: MIT OR Unlicense (both texts at the end)
  */
@@ -383,7 +388,7 @@ typedef struct ra_allocator {          /* all zero: malloc and free; otherwise s
 enum { RA_DTYPE_UNSET, RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
 /* Instruction sets. AUTO is the fastest that this processor has. AVX512_BF16 and AMX multiply bf16
  * if q, k and v are all bf16, or if RA_ARITH_BF16 is set (not with dropout; AMX not in the decoding
- * form). If k and v are q8_0 both decode by products of integers, provided that the processor has
+ * form). If k and v are q8_0 both multiply integers, provided that the processor has
  * AVX512 VNNI and VBMI. In all other cases they compute in f32, as AVX512 always does. */
 enum { RA_ISA_AUTO, RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16, RA_ISA_AMX,
        RA_ISA_NEON };
@@ -2745,6 +2750,10 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  *
  * bf16 arithmetic. A weight is off by 2^-8 because it is rounded and by 7.5e-5 by its polynomial.
  * These go into E, because l sums the rounded weights. Sums over dims and keys are single chains.
+ * Integer arithmetic. q is off by 2^-16 max |q| per dim, so that E has 2^-16 Q. A weight of block c
+ * of 64 keys (decoding: 16) is off by 2^-16 P, where P is the largest weight in c, so that o moves
+ * by at most 2^-16 min(keys, 64) sum P V, and sum P <= sum p = 1.
+ *
  * Inputs that are rounded to bf16 are off by 2^-8 of each element: a product of q and k by 2^-7 and
  * 2^-16, so that E has S (2^-7 + 2^-16), and V by 2^-8 max |V|.
  *
@@ -6060,7 +6069,14 @@ RA__ISA_INLINE void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
  *
  * p is rounded to nearest, and l sums the rounded values, so that numerator and denominator agree.
  * Q is not scaled in advance, because rounding q * scale would lose another half bit. The scale is
- * part of the multiply-add before 2^x. */
+ * part of the multiply-add before 2^x.
+ *
+ * PERF: why inputs are rounded to bf16 and not to 16-bit integers, whose products are as fast. With
+ * 12 bits and a sign, a scale per row and sums over 128 dims, the tile of integers below takes 1.09
+ * of this one's time (Zen 4, 2048 tokens, D 128), because sums and weights are converted per block.
+ * Its error is a third to a sixth (f16, 2048 keys: 4.9e-4 instead of 3.2e-3 of the output's rms,
+ * with four dims of K 20 times as large 2.7e-3 instead of 1.2e-2). But it grows with the largest
+ * element of a row instead of S, and tile registers have no such product. */
 #define RA__BF_TARGET                                                                            \
     RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 #define RA__BF_STATIC RA__UNUSED RA__BF_TARGET static
@@ -6707,16 +6723,22 @@ RA__BF_INLINE __m512i ra__bf_pair_rows(const uint8_t *from, int64_t stride, int3
                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
 }
 
+/* Stores pairs of the 32 elements of a and b, or if half is 1 of the first 16. */
+RA__BF_INLINE void ra__bf_store_pairs(uint8_t *to, __m512i a, __m512i b, int32_t half) {
+    const __m512i index = _mm512_add_epi32(
+        _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                           _mm512_set1_epi32(0x00010001)), _mm512_set1_epi32(0x00200000));
+    const __m512i next = _mm512_add_epi16(index, _mm512_set1_epi16(16));
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, index, b));
+    if (!half) _mm512_storeu_si512(to + 64, _mm512_permutex2var_epi16(a, next, b));
+}
+
 /* Packs rows as pairs of keys [n / 2][dim rounded up to 16]. Returns 0 if there is a NaN or an
  * infinity: `top` is the largest magnitude as an integer.
  * PERF: 16 -> 32 dims at a time. Zen 5, causal, 1024 tokens, share of peak: D 64 65.4 -> 66.2 %,
  * D 128 73 -> 74. Prefetching 8 rows ahead, 2 KB apart, 8 tokens, 32768 keys: 15.1 -> 14.2 ms. */
 RA__BF_STATIC int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
                                     int32_t dim) {
-    const __m512i index = _mm512_add_epi32(
-        _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                           _mm512_set1_epi32(0x00010001)), _mm512_set1_epi32(0x00200000));
-    const __m512i next = _mm512_add_epi16(index, _mm512_set1_epi16(16));
     const __m512i size = _mm512_set1_epi16(0x7fff);
     const int64_t row = 4 * ra__round_up(dim, 16);
     __m512i top = _mm512_setzero_si512();
@@ -6730,9 +6752,7 @@ RA__BF_STATIC int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t st
             ra__prefetch((uintptr_t)v + (uintptr_t)(9 * stride), 64);
             top = _mm512_max_epu16(top, _mm512_and_si512(a, size));
             top = _mm512_max_epu16(top, _mm512_and_si512(b, size));
-            _mm512_storeu_si512(to + 4 * d, _mm512_permutex2var_epi16(a, index, b));
-            if (dim - d <= 16) continue;
-            _mm512_storeu_si512(to + 4 * d + 64, _mm512_permutex2var_epi16(a, next, b));
+            ra__bf_store_pairs(to + 4 * d, a, b, dim - d <= 16);
         }
     return !_mm512_cmpge_epu16_mask(top, _mm512_set1_epi16(0x7f80));
 }
@@ -7719,7 +7739,8 @@ RA__OPTIMIZE_END
  * Slower: also prefetching the next head's keys from L2 into L1, 12.3; prefetching memory into L2
  * and then into L1, 15.5. */
 #define RA__Q8_TARGET                                                                            \
-    RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")
+    RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,avx512vbmi,"      \
+                     "avx2,fma,f16c")
 #define RA__Q8_STATIC RA__UNUSED RA__Q8_TARGET static
 #define RA__Q8_INLINE RA__INLINE RA__Q8_TARGET
 
@@ -8197,39 +8218,418 @@ RA__Q8_INLINE void ra__q8_digits(ra__q8_queries *q, int32_t r, const float *x, f
     for (int32_t i = 0; i < 4; i++) q->start[r] -= sums[i] + 256 * sums[4 + i];
 }
 
-/* Row r of q in digits. A row with a NaN or an infinity has NaN for its quantum. */
+/* Returns the factor that makes a row of q integers of up to `most`, and sets their quantum. A row
+ * with a NaN or an infinity has NaN for its quantum, and 0 as its factor. */
+RA__Q8_INLINE float ra__q8_turns(const uint8_t *from, int32_t dtype, int32_t dim, float most,
+                                 float *quantum) {
+    const int32_t size = dtype == RA_F32 ? 4 : 2;
+    __m512i all = _mm512_setzero_si512();
+    float top;
+    int32_t bits;
+    for (int32_t d = 0; d < dim; d += 16)
+        all = _mm512_max_epi32(all, _mm512_castps_si512(ra__abs_avx512(
+                                        ra__convert_avx512(from + (int64_t)d * size, dtype))));
+    bits = _mm512_reduce_max_epi32(all);
+    memcpy(&top, &bits, sizeof top);
+    *quantum = ra__is_finite(top) ? 0.0f : top - top;
+    if (!ra__is_finite(top) || bits <= RA__Q8_TINY) return 0.0f;
+    *quantum = top / most;
+    return most / top;
+}
+
+/* Row r of q in digits. */
 RA__Q8_STATIC void ra__decode_load_q8(ra__decode_rows *rows, int32_t r, const void *src,
                                       float factor) {
     const int32_t dim = rows->d->k_dim, dtype = rows->d->q_dtype, size = dtype == RA_F32 ? 4 : 2;
     const uint8_t *from = (const uint8_t *)src;
     ra__q8_queries *q = (ra__q8_queries *)(void *)rows->q;
-    __m512i most = _mm512_setzero_si512();
-    float x[32], top, turns = 0.0f, quantum = 0.0f;
-    int32_t bits;
-    for (int32_t d = 0; d < dim; d += 32) {
-        ra__read_row_avx512(x, from + (int64_t)d * size, dtype, 32);
-        for (int32_t i = 0; i < 32; i += 16)
-            most = _mm512_max_epi32(most, _mm512_castps_si512(ra__abs_avx512(
-                                              _mm512_loadu_ps(x + i))));
-    }
-    bits = _mm512_reduce_max_epi32(most);
-    memcpy(&top, &bits, sizeof top);
-    if (!ra__is_finite(top)) quantum = top - top;
-    else if (bits > RA__Q8_TINY) {
-        turns = 32512.0f / top;
-        quantum = top / 32512.0f * factor;
-    }
+    float x[32], quantum;
+    const float turns = ra__q8_turns(from, dtype, dim, 32512.0f, &quantum);
     for (int32_t d = 0; d < dim; d += 32, q++) {
         memset(x, 0, sizeof x);
         if (turns > 0.0f) ra__read_row_avx512(x, from + (int64_t)d * size, dtype, 32);
         ra__q8_digits(q, r, x, turns);
-        q->quantum[r] = quantum;
+        q->quantum[r] = quantum * factor;
     }
 }
 
-/* For decoding only. */
+/* ---- prefill of q8_0 keys and values by products of integers
+ *
+ * The strips of bf16 with pairs of 16-bit integers (vpdpwssd) instead of pairs of bf16:
+ *   q    pairs of dims of a row, in units of the row's quantum, 2^-15 of its largest magnitude.
+ *        The 64 quanta follow
+ *   K    rows of Dk integers as stored, and the scales of their blocks of 32 dims
+ *   V    pairs of keys, and per block of 32 dims the scales of 64 keys, in units of 2^-15 of the
+ *        largest; then these units
+ *   p    2^(s - the row's maximum in this block of keys), at most 1, as floats. Times the scales of
+ *        V, which differ from block to block of 32 dims, they become the pairs of integers
+ * The sums over 32 dims, or over 64 keys, are exact and below 2^31.
+ *
+ * The maximum of a block is known before its weights, so a row whose l would pass the limit needs
+ * no second look at its scores: only the power between its m and the maximum changes.
+ *
+ * PERF: Zen 4, one thread, D 128, 1024 tokens, of the time of products in f32: full 0.66, causal
+ * 0.69. Per 16 scores there are 128 products instead of 256. Joining sums of 32 dims or of 64 keys
+ * takes 12 multiply-adds and as many conversions, and weights for 4 blocks 8 multiply-adds. */
+typedef struct ra__q8_tile {
+    ra__bf_strip strip;
+    float *top, *sum;                  /* per row: 2^(maximum of the block - m), sum of p */
+    float *quantum;                    /* per row: of weights, for the current block of 32 dims */
+} ra__q8_tile;
+
+/* c[i][t] += products of n pairs; as ra__bf_products, with rows a[i]. */
+RA__Q8_INLINE void ra__q8_products(__m512i (*c)[4], const uint8_t *const *a, int64_t step,
+                                   const float *b, int32_t n, const int32_t ni, const int32_t nt) {
+    RA__UNROLL_2 for (int32_t j = 0; j < n; j++, b += 64) {
+        __m512i y[4];
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) y[t] = ra__bf_load(b + 16 * t);
+        RA__UNROLL for (int32_t i = 0; i < ni; i++) {
+            const __m512i z = ra__bf_broadcast(a[i] + j * step);
+            RA__UNROLL for (int32_t t = 0; t < nt; t++)
+                c[i][t] = _mm512_dpwssd_epi32(c[i][t], y[t], z);
+        }
+    }
+}
+
+RA__Q8_INLINE void ra__q8_zero_sums(__m512i (*c)[4], const int32_t ni, const int32_t nt) {
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = _mm512_setzero_si512();
+}
+
+/* Scores of ni keys from j on. Sums over blocks of 32 dims are kept in strip->scores. */
+RA__Q8_INLINE void ra__q8_score_tile(const ra__bf_strip *strip, int32_t j, const int32_t ni,
+                                     const int32_t nt) {
+    const int32_t blocks = strip->k_dim / 32;
+    const float *q = strip->panel->q + strip->row, *quantum = q + strip->k_dim * 32;
+    float *s = strip->scores + j * 64 + strip->row;
+    const uint8_t *k[8];
+    __m512i c[8][4];
+    ra__bf_key_rows(strip, j, k, ni);
+    for (int32_t b = 0; b < blocks; b++, q += 16 * 64) {
+        ra__q8_zero_sums(c, ni, nt);
+        ra__q8_products(c, k, 4, q, 16, ni, nt);
+        RA__UNROLL for (int32_t i = 0; i < ni; i++) {
+            float scale;
+            memcpy(&scale, k[i] + 64 * (blocks - b) + 4 * b, sizeof scale);
+            k[i] += 64;
+            RA__UNROLL for (int32_t t = 0; t < nt; t++) {
+                const __m512 old = b ? _mm512_loadu_ps(s + i * 64 + 16 * t) : _mm512_setzero_ps();
+                __m512 x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(c[i][t]), _mm512_set1_ps(scale), old);
+                if (b + 1 == blocks) x = _mm512_mul_ps(x, _mm512_loadu_ps(quantum + 16 * t));
+                _mm512_storeu_ps(s + i * 64 + 16 * t, x);
+            }
+        }
+        if (nt < 4) ra__prefetch_lines(strip->panel->prefetch, 8);
+    }
+    if (nt == 4) ra__prefetch_some(strip->panel->prefetch);
+}
+
+RA__NOINLINE RA__Q8_TARGET void ra__q8_tile_scores(const ra__bf_strip *strip) {
+    const int32_t ni = strip->vectors == 4 ? 4 : 8;
+    for (int32_t j = strip->first; j < strip->last; j += ni) {
+        if (strip->vectors == 4) ra__q8_score_tile(strip, j, 4, 4);
+        else if (strip->vectors == 2) ra__q8_score_tile(strip, j, 8, 2);
+        else ra__q8_score_tile(strip, j, 8, 1);
+    }
+}
+
+/* Sets top and l of vector t from m and the maximum of the block. */
+RA__Q8_STATIC void ra__q8_tile_add_l(const ra__q8_tile *x, int32_t t) {
+    const ra__bf_strip *strip = &x->strip;
+    const int32_t row = strip->row + 16 * t;
+    float *l = strip->panel->l + row;
+    const __m512 most = _mm512_mul_ps(_mm512_loadu_ps(strip->block_max + row),
+                                      _mm512_set1_ps(strip->factor));
+    const __m512 top = ra__exp2_avx512(_mm512_sub_ps(most, _mm512_loadu_ps(strip->shift + row)));
+    _mm512_storeu_ps(x->top + row, top);
+    _mm512_storeu_ps(l, _mm512_fmadd_ps(top, _mm512_loadu_ps(x->sum + row), _mm512_loadu_ps(l)));
+}
+
+/* Scores of vector t become p. */
+RA__NOINLINE RA__Q8_TARGET void ra__q8_tile_powers(const ra__q8_tile *x, int32_t t) {
+    const ra__bf_strip *strip = &x->strip;
+    const int32_t row = strip->row + 16 * t;
+    const __m512 factor = _mm512_set1_ps(strip->factor);
+    const __m512 most = ra__shift_of_avx512(
+        _mm512_mul_ps(_mm512_loadu_ps(strip->block_max + row), factor));
+    __m512 sum = _mm512_setzero_ps();
+    for (int32_t j = strip->first; j < strip->last; j++) {
+        float *s = strip->scores + j * 64 + row;
+        const __m512 p = ra__exp2_avx512(
+            _mm512_sub_ps(_mm512_mul_ps(_mm512_loadu_ps(s), factor), most));
+        sum = _mm512_add_ps(sum, p);
+        _mm512_storeu_ps(s, p);
+    }
+    _mm512_storeu_ps(x->sum + row, sum);
+}
+
+/* p, m and l of a block. */
+RA__Q8_STATIC void ra__q8_tile_softmax(ra__q8_tile *x) {
+    ra__bf_strip *strip = &x->strip;
+    __mmask16 over[4] = {0, 0, 0, 0};
+    (void)ra__bf_lacks_max(strip);
+    strip->modified = ra__score_is_modified(&strip->panel->score);
+    strip->factor = strip->modified ? 1.0f : strip->panel->factor;
+    strip->slot_mask = 63;
+    if (strip->panel->score.bias) ra__bf_load_bias(strip);
+    ra__q8_tile_scores(strip);
+    if (strip->modified) ra__bf_modify_tile(strip, strip->first, strip->last - strip->first);
+    for (int32_t t = 0; t < strip->vectors; t++) {
+        ra__bf_finish_scores(strip, t);
+        ra__bf_raise_max(strip, t, 0);
+        ra__q8_tile_powers(x, t);
+        ra__q8_tile_add_l(x, t);
+    }
+    if (!ra__bf_past_limit(strip, over)) return;
+    for (int32_t t = 0; t < strip->vectors; t++) {
+        ra__bf_raise_max(strip, t, over[t]);
+        ra__q8_tile_add_l(x, t);
+    }
+}
+
+/* Scales of V of block b of 32 dims, [64]; see ra__q8_pack_v. */
+RA__Q8_INLINE const float *ra__q8_tile_scales(const ra__bf_strip *strip, int32_t b) {
+    return (const float *)(const void *)(strip->keys->v + 32 * strip->keys->v_stride) + 64 * b;
+}
+
+/* Weights for block b as pairs of integers. Adding 1.5 2^23 leaves an integer in the low bits. */
+RA__NOINLINE RA__Q8_TARGET void ra__q8_tile_weights(const ra__q8_tile *x, int32_t b) {
+    const ra__bf_strip *strip = &x->strip;
+    const float *scale = ra__q8_tile_scales(strip, b);
+    const __m512 unit = _mm512_set1_ps(*(ra__q8_tile_scales(strip, strip->v_dim / 32) + b));
+    const __m512 bias = _mm512_set1_ps(12582912.0f);
+    const int32_t end = ra__bf_pairs_end(strip);
+    for (int32_t t = 0; t < strip->vectors; t++) {
+        const int32_t row = strip->row + 16 * t;
+        for (int32_t j = strip->first / 2; j < end; j++) {
+            const float *p = strip->scores + 2 * j * 64 + row;
+            const __m512i lo = _mm512_castps_si512(_mm512_fmadd_ps(
+                _mm512_loadu_ps(p), _mm512_set1_ps(scale[2 * j]), bias));
+            const __m512i hi = _mm512_castps_si512(_mm512_fmadd_ps(
+                _mm512_loadu_ps(p + 64), _mm512_set1_ps(scale[2 * j + 1]), bias));
+            _mm512_storeu_si512(strip->p_pairs + j * 64 + row,
+                                _mm512_mask_blend_epi16(0xaaaaaaaau, lo,
+                                                        _mm512_slli_epi32(hi, 16)));
+        }
+        _mm512_storeu_ps(x->quantum + row, _mm512_mul_ps(_mm512_loadu_ps(x->top + row), unit));
+    }
+}
+
+/* Adds V^T p to acc of ni dims from d on; as ra__bf_value_tile. */
+RA__Q8_INLINE void ra__q8_value_tile(const ra__q8_tile *x, int32_t d, const int32_t ni,
+                                     const int32_t nt, const int32_t masked) {
+    const ra__bf_strip *strip = &x->strip;
+    const int32_t first = strip->first / 2, end = ra__bf_pairs_end(strip);
+    float *acc = strip->panel->acc + d * 64 + strip->row;
+    const uint8_t *v[8];
+    __m512i c[8][4];
+    ra__q8_zero_sums(c, ni, nt);
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        v[i] = strip->keys->v + first * strip->keys->v_stride + 4 * (d + i);
+    ra__q8_products(c, v, strip->keys->v_stride, strip->p_pairs + first * 64 + strip->row,
+                    end - first, ni, nt);
+    RA__UNROLL for (int32_t t = 0; t < nt; t++) {
+        const __m512 quantum = _mm512_loadu_ps(x->quantum + strip->row + 16 * t);
+        const __mmask16 any = (__mmask16)(strip->seeing >> (strip->row + 16 * t));
+        RA__UNROLL for (int32_t i = 0; i < ni; i++) {
+            float *to = acc + i * 64 + t * 16;
+            const __m512 y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(c[i][t]), quantum,
+                                             _mm512_loadu_ps(to));
+            if (masked) _mm512_mask_storeu_ps(to, any, y);
+            else _mm512_storeu_ps(to, y);
+        }
+    }
+    if (nt == 4) ra__prefetch_some(strip->panel->prefetch);
+    else ra__prefetch_lines(strip->panel->prefetch, 16);
+}
+
+RA__NOINLINE RA__Q8_TARGET void ra__q8_tile_values(const ra__q8_tile *x, int32_t b) {
+    const int32_t vectors = x->strip.vectors, ni = vectors == 4 ? 4 : 8;
+    for (int32_t d = 32 * b; d < 32 * (b + 1); d += ni) {
+        if (vectors == 4) ra__q8_value_tile(x, d, 4, 4, 0);
+        else if (vectors == 2) ra__q8_value_tile(x, d, 8, 2, 1);
+        else ra__q8_value_tile(x, d, 8, 1, 1);
+    }
+}
+
+/* As ra__bf_values_dirty, for V with scales that are NaN or infinite, which are then as stored. */
+RA__Q8_STATIC void ra__q8_tile_values_dirty(const ra__q8_tile *x) {
+    const ra__bf_strip *strip = &x->strip;
+    for (int32_t d = 0; d < strip->v_dim; d++)
+        for (int32_t t = 0; t < strip->vectors; t++) {
+            const int32_t row = strip->row + 16 * t;
+            const float *scale = ra__q8_tile_scales(strip, d / 32);
+            const __m512 top = _mm512_loadu_ps(x->top + row);
+            float *acc = strip->panel->acc + d * 64 + row;
+            __m512 c = _mm512_loadu_ps(acc);
+            for (int32_t j = strip->first; j < 2 * ra__bf_pairs_end(strip); j++) {
+                int16_t v;
+                memcpy(&v, strip->keys->v + j / 2 * strip->keys->v_stride + 4 * d + j % 2 * 2, 2);
+                c = _mm512_mask3_fmadd_ps(
+                    _mm512_mul_ps(top, _mm512_loadu_ps(strip->scores + j * 64 + row)),
+                    _mm512_set1_ps((float)v * scale[j]), c, ra__bf_lanes_seeing(strip, j, t));
+            }
+            _mm512_storeu_ps(acc, c);
+        }
+}
+
+/* Folds one block, in strips as ra__bf_fold_block. */
+RA__Q8_STATIC void ra__q8_fold_block(ra__q8_tile *x, int32_t partial) {
+    ra__bf_strip *strip = &x->strip;
+    const int32_t clean = strip->keys->v_clean;
+    strip->row = 0;
+    strip->vectors = 4;
+    strip->first = 0;
+    strip->last = strip->keys->n;
+    strip->masked = partial || !clean || strip->panel->rows <= 32 || strip->keys->n % 4;
+    if (strip->masked) ra__bf_find_seen(strip, partial);
+    for (; strip->row < strip->panel->rows; strip->row += strip->masked ? 32 : 64) {
+        if (strip->masked) strip->vectors = strip->panel->rows - strip->row > 16 ? 2 : 1;
+        if (strip->masked && !ra__bf_narrow(strip, partial)) continue;
+        ra__q8_tile_softmax(x);
+        for (int32_t b = 0; b < strip->v_dim / 32 && clean; b++) {
+            ra__q8_tile_weights(x, b);
+            ra__q8_tile_values(x, b);
+        }
+        if (!clean) ra__q8_tile_values_dirty(x);
+    }
+}
+
+RA__Q8_STATIC void ra__fold_q8(const ra__panel *panel, const ra__keys *keys, const int8_t *kind,
+                               int32_t count, const ra_desc *d, float *s) {
+    ra__q8_tile x;
+    x.strip.panel = panel;
+    x.strip.k_dim = d->k_dim;
+    x.strip.v_dim = d->v_dim;
+    x.strip.scores = s;
+    x.strip.p_pairs = s + 64 * 64;
+    x.top = s + 96 * 64;
+    x.sum = x.top + 64;
+    x.quantum = x.top + 128;
+    x.strip.bias = x.top + 192;
+    for (int32_t i = 0; i < count; i++) {
+        if (kind[i] == RA__EMPTY) continue;
+        x.strip.keys = keys + i;
+        ra__q8_fold_block(&x, kind[i] == RA__PARTIAL);
+    }
+}
+
+RA__Q8_STATIC void ra__sizes_q8(ra__bytes *out, const ra_desc *d, int32_t shared) {
+    const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
+    (void)shared;
+    out->q = lane / 2 * d->k_dim + lane;
+    out->acc = lane * d->v_dim;
+    out->s = lane * (64 + 32 + 3 + (d->scores & RA_SCORE_BIAS ? 64 : 0));
+    out->batch = 1;
+    out->k = lane / 2 * d->k_dim + lane * (d->k_dim / 32);
+    out->v = lane / 2 * d->v_dim + lane * (d->v_dim / 32) + 4 * (d->v_dim / 32);
+}
+
+RA__Q8_INLINE float ra__q8_scale(const uint8_t *block) {
+    return _mm512_cvtss_f32(ra__q8_0_scale_avx512(block));
+}
+
+/* Keys as integers, each row with its scales behind it. */
+RA__Q8_STATIC void ra__q8_pack_k(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
+                                 int32_t dim) {
+    for (int32_t j = 0; j < n; j++, from += stride, to += 4 * (dim / 32))
+        for (int32_t d = 0; d < dim; d += 32, to += 64) {
+            const uint8_t *block = from + d / 32 * RA__Q8_BYTES;
+            const float scale = ra__q8_scale(block);
+            ra__prefetch((uintptr_t)block + (uintptr_t)(8 * stride), RA__Q8_BYTES);
+            _mm512_storeu_si512(to, _mm512_cvtepi8_epi16(
+                                        _mm256_loadu_si256((const __m256i *)(block + 2))));
+            memcpy(to + 2 * (dim - d) + d / 8, &scale, sizeof scale);
+        }
+}
+
+/* Scales of n keys in units of 2^-15 of the largest. Returns the unit. */
+RA__Q8_INLINE float ra__q8_scale_v(float *scale, int32_t n) {
+    float top = 0.0f;
+    for (int32_t j = 0; j < n; j++) {
+        const float size = scale[j] < 0 ? -scale[j] : scale[j];
+        if (size > top) top = size;
+    }
+    for (int32_t j = 0; j < n && top > 0; j++) scale[j] *= 32767.0f / top;
+    return top / 32767.0f;
+}
+
+/* Values as pairs of keys [32][dim], scales [dim / 32][64], units [dim / 32]. Returns 0 if a scale
+ * is NaN or infinite: then all scales of its keys are as stored. */
+RA__Q8_STATIC int32_t ra__q8_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
+                                    int32_t dim) {
+    float *scale = (float *)(void *)(to + 128 * (int64_t)dim), *unit = scale + 2 * dim;
+    int32_t clean = 1;
+    memset(scale, 0, 8 * (size_t)dim);
+    for (int32_t j = 0; j < n; j += 2, to += 4 * (int64_t)dim)
+        for (int32_t d = 0; d < dim; d += 32) {
+            const uint8_t *v = from + j * stride + d / 32 * RA__Q8_BYTES, *w = v + stride;
+            __m512i a = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(v + 2))), b = a;
+            scale[2 * d + j] = ra__q8_scale(v);
+            ra__prefetch((uintptr_t)v + (uintptr_t)(8 * stride), RA__Q8_BYTES);
+            ra__prefetch((uintptr_t)v + (uintptr_t)(9 * stride), RA__Q8_BYTES);
+            if (j + 1 < n) {
+                b = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(w + 2)));
+                scale[2 * d + j + 1] = ra__q8_scale(w);
+            }
+            ra__bf_store_pairs(to + 4 * d, a, b, 0);
+        }
+    for (int32_t i = 0; i < 2 * dim; i++) clean &= ra__is_finite(scale[i]);
+    for (int32_t b = 0; b < dim / 32 && clean; b++) unit[b] = ra__q8_scale_v(scale + 64 * b, n);
+    return clean;
+}
+
+RA__Q8_STATIC void ra__prepare_q8(ra__keys *keys, const ra_desc *d, const ra__key_scratch *store,
+                                  int32_t partial) {
+    (void)partial;
+    if (d->v_in_k) {
+        keys->v = keys->k + d->v_column / 32 * RA__Q8_BYTES;
+        keys->v_stride = keys->k_stride;
+    }
+    ra__q8_pack_k(store->k, keys->k, keys->k_stride, keys->n, d->k_dim);
+    keys->v_clean = ra__q8_pack_v(store->v, keys->v, keys->v_stride, keys->n, d->v_dim);
+    keys->k = store->k;
+    keys->k_stride = 2 * d->k_dim + 4 * (d->k_dim / 32);
+    keys->v = store->v;
+    keys->v_stride = 4 * d->v_dim;
+}
+
+/* Integers of 16 rows, and their quanta. Missing rows are 0. */
+RA__Q8_STATIC void ra__load_q_q8(const ra__panel *panel, const void *src, int64_t stride,
+                                 int32_t dtype, int32_t dim) {
+    const int32_t size = dtype == RA_F32 ? 4 : 2;
+    float *quantum = panel->q + dim * 32;
+    for (int32_t row = 0; row < RA_BLOCK_TOKENS; row += 16) {
+        const uint8_t *from = (const uint8_t *)src + row * stride;
+        const int32_t rows = panel->rows - row < 16 ? panel->rows - row : 16;
+        float turns[16] = {0};
+        __m512 r[16];
+        _mm512_storeu_ps(quantum + row, _mm512_setzero_ps());
+        for (int32_t i = 0; i < rows; i++)
+            turns[i] = ra__q8_turns(from + i * stride, dtype, dim, 32767.0f, &quantum[row + i]);
+        for (int32_t d = 0; d < dim; d += 32) {
+            for (int32_t i = 0; i < 16; i++) {
+                const uint8_t *at = from + i * stride + (int64_t)d * size;
+                __m512i x = _mm512_setzero_si512();
+                if (i < rows && turns[i] > 0.0f) {
+                    const __m512 y = _mm512_set1_ps(turns[i]);
+                    x = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(_mm512_cvtps_epi32(
+                        _mm512_mul_ps(y, ra__convert_avx512(at, dtype)))));
+                    x = _mm512_inserti64x4(x, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(
+                        _mm512_mul_ps(y, ra__convert_avx512(at + 16 * size, dtype)))), 1);
+                }
+                r[i] = _mm512_castsi512_ps(x);
+            }
+            ra__transpose_avx512(r);
+            for (int32_t i = 0; i < 16; i++)
+                _mm512_storeu_ps(panel->q + (d / 2 + i) * 64 + row, r[i]);
+        }
+    }
+}
+
 static const ra__kernel ra__kernel_q8 = {
-    RA_ISA_AVX512_BF16, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+    RA_ISA_AVX512_BF16, ra__sizes_q8, ra__prepare_q8, ra__load_q_q8,
+    ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_q8, ra__store_o_avx512,
     RA__Q8_KEYS, RA_BLOCK_TOKENS,
     ra__decode_load_q8, ra__decode_fold_q8, NULL, ra__decode_close_avx512,
     ra__decode_store_avx512,
@@ -9066,6 +9466,12 @@ RA__INLINE int ra__kv_are(const ra_desc *d, int32_t dtype) {
     return d->k_dtype == dtype && (d->v_in_k || d->v_dtype == dtype);
 }
 
+/* 1 if K and V in q8_0 are multiplied as integers. */
+RA__INLINE int ra__multiplies_int8(const ra_desc *d) {
+    return ra__kv_are(d, RA_Q8_0) && d->isa >= RA_ISA_AVX512_BF16 && d->isa <= RA_ISA_AMX &&
+           (ra__isa_detect() & (uint32_t)RA__INT8_FAST);
+}
+
 /* The kernel of a resolved descriptor. It depends on instruction set, dtypes, arith and dropout,
  * not on the number of rows. Only kernels with f32 arithmetic have dropout. */
 static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
@@ -9074,6 +9480,7 @@ static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
                      (d->q_dtype == RA_BF16 && ra__kv_are(d, RA_BF16));
     if (bf16 && d->isa >= RA_ISA_AVX512_BF16 && d->dropout <= 0.0f)
         return d->isa == RA_ISA_AMX ? &ra__kernel_amx : &ra__kernel_bf16;
+    if (ra__multiplies_int8(d)) return &ra__kernel_q8;
 #endif
     return ra__kernel_f32(d->isa);
 }
@@ -9082,9 +9489,7 @@ static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
  * are not bf16 are widened as they are read, which costs no more than rounding them would. */
 static RA__UNUSED const ra__kernel *ra__kernel_decode(const ra_desc *d) {
 #if RA__X86
-    if (ra__kv_are(d, RA_Q8_0) && d->isa >= RA_ISA_AVX512_BF16 &&
-        (ra__isa_detect() & (uint32_t)RA__INT8_FAST))
-        return &ra__kernel_q8;
+    if (ra__multiplies_int8(d)) return &ra__kernel_q8;
 #endif
     const ra__kernel *kernel = ra__kernel_of(d);
     return kernel->decode_fold && ra__kv_are(d, RA_BF16) ? kernel : ra__kernel_f32(d->isa);

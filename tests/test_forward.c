@@ -878,9 +878,10 @@ TEST(q8_0_everywhere) {
     }
 }
 
-/* A cache in q8_0 with scales of every kind, and the result for a row of it. */
+/* A cache in q8_0 with scales of every kind, and the results for its last rows: one, which are
+ * decoded, or many. */
 typedef struct q8_case {
-    int32_t q_heads, kv_heads, k_dim, v_dim, keys, row_bytes[2];
+    int32_t q_heads, kv_heads, k_dim, v_dim, keys, rows, row_bytes[2];
     float *q, *o, *lse;
     uint8_t *kv[2];
 } q8_case;
@@ -915,11 +916,13 @@ static double q8_value(const uint8_t *row, int32_t d, double *most) {
     return (double)scale * (int8_t)row[d / 32 * 34 + 2 + d % 32];
 }
 
-/* Head h against double precision. step: error of q relative to its largest magnitude, and of a
- * weight relative to the largest of 16 keys. */
-static void q8_check(const q8_case *c, int32_t h, double step) {
-    const int32_t kv_head = h / (c->q_heads / c->kv_heads), n = c->keys;
-    const float *q = c->q + h * c->k_dim;
+/* Row i of all rows of heads against double precision. step: error of q relative to its largest
+ * magnitude, and of a weight relative to the largest of 16 keys. In prefill that is the largest
+ * weight times the largest scale of 64 keys. */
+static void q8_check(const q8_case *c, int32_t i, double step) {
+    const int32_t h = i % c->q_heads, kv_head = h / (c->q_heads / c->kv_heads);
+    const int32_t n = c->keys - c->rows + i / c->q_heads + 1, unit = c->rows > 1 ? 64 : 16;
+    const float *q = c->q + i * c->k_dim;
     double *s = (double *)calloc((size_t)n, sizeof *s), top = -HUGE_VAL, sum = 0, most, worst = 0;
     double *off = (double *)calloc((size_t)n, sizeof *off), *w = (double *)calloc((size_t)n, 8);
     const double root = sqrt((double)c->k_dim);
@@ -937,17 +940,26 @@ static void q8_check(const q8_case *c, int32_t h, double step) {
     }
     for (int32_t j = 0; j < n; j++) { s[j] = exp(s[j] - top); sum += s[j]; }
     for (int32_t j = 0; j < n; j++) { w[j] = s[j] / sum; worst += w[j] * off[j]; }
-    CHECK(h_distance((double)c->lse[h], top + log(sum), worst + 4e-6 * (1 + fabs(top))) <= 1);
+    CHECK(h_distance((double)c->lse[i], top + log(sum), worst + 4e-6 * (1 + fabs(top))) <= 1);
     for (int32_t d = 0; d < c->v_dim; d++) {
-        double o = 0, tol = 1e-12, group = 0;
+        double o = 0, tol = 1e-12, group = 0, scale = 0;
         for (int32_t j = 0; j < n; j++) {
             const uint8_t *v = c->kv[1] + (j * c->kv_heads + kv_head) * (int64_t)c->row_bytes[1];
             o += w[j] * q8_value(v, d, &most);
             tol += w[j] * most * (2 * off[j] + worst + 2e-6);
-            if (j % 16 == 0 || group < w[j] * most) group = w[j] * most;
-            if (j % 16 == 15 || j == n - 1) tol += 16 * step * group;
+            if (unit == 16) { group = fmax(group, w[j] * most); scale = 1; }
+            else { group = fmax(group, w[j]); scale = fmax(scale, most); }
+            if (j % unit < unit - 1) continue;
+            tol += unit * step * group * scale;
+            group = scale = 0;
         }
-        CHECK(h_distance((double)c->o[h * c->v_dim + d], o, tol) <= 1);
+        for (int32_t j = n; unit == 64 && j % unit && j < c->keys; j++) {      /* not seen */
+            (void)q8_value(c->kv[1] + (j * c->kv_heads + kv_head) * (int64_t)c->row_bytes[1], d,
+                           &most);
+            scale = fmax(scale, most);
+        }
+        tol += unit * step * group * scale;
+        CHECK(h_distance((double)c->o[i * c->v_dim + d], o, tol) <= 1);
     }
     free(s);
     free(off);
@@ -958,8 +970,8 @@ static ra_desc q8_desc(const q8_case *c, int32_t isa) {
     ra_desc d = ra_desc_make(c->q_heads, c->kv_heads, c->k_dim, RA_F32, RA_MASK_CAUSAL);
     d.v_dim = c->v_dim;
     d.k_dtype = d.v_dtype = RA_Q8_0;
-    d.tokens = 1;
-    d.q_offset = c->keys - 1;
+    d.tokens = c->rows;
+    d.q_offset = c->keys - c->rows;
     d.isa = isa;
     return d;
 }
@@ -978,24 +990,28 @@ static void q8_run(const q8_case *c, int32_t isa) {
     free(memory);
 }
 
-/* A NaN in a scale of V reaches the 32 dims of its block in the rows of its head. One in K or q
- * reaches all dims of the rows that see it. Neither reaches any other row. */
+/* A NaN or an infinity in a scale of V reaches the 32 dims of its block in the rows of its head. A
+ * NaN in K or q reaches all dims of the rows that see it. Neither reaches any other row. */
 static void q8_nan(const q8_case *c, int32_t isa, h_rng *r) {
     const int32_t which = (int32_t)h_range(r, 0, 2), group = c->q_heads / c->kv_heads;
     const int32_t j = (int32_t)h_range(r, 0, c->keys - 1);
+    const int32_t row = (int32_t)h_range(r, 0, c->rows - 1);
     const int32_t h = (int32_t)h_range(r, 0, c->q_heads - 1);
     const int32_t dim = which == 1 ? c->v_dim : c->k_dim;
     const int32_t b = (int32_t)h_range(r, 0, dim / 32 - 1);
-    const uint16_t nan = h_one_in(r, 2) ? 0x7e00u : 0xfe00u;
-    if (which == 2) c->q[h * c->k_dim + 32 * b] = (float)NAN;
+    const int infinite = which == 1 && h_one_in(r, 2);
+    const uint16_t nan = (uint16_t)((h_one_in(r, 2) ? 0x7e00u : 0xfe00u) - (infinite ? 0x200u : 0));
+    if (which == 2) c->q[(row * c->q_heads + h) * c->k_dim + 32 * b] = (float)NAN;
     else memcpy(c->kv[which] + (j * c->kv_heads + h / group) * c->row_bytes[which] + 34 * b, &nan,
                 2);
     q8_run(c, isa);
-    for (int32_t i = 0; i < c->q_heads * c->v_dim; i++) {
-        const int32_t head = i / c->v_dim, d = i % c->v_dim;
-        const int hit = which == 2 ? head == h : head / group == h / group;
+    for (int32_t i = 0; i < c->rows * c->q_heads * c->v_dim; i++) {
+        const int32_t head = i / c->v_dim % c->q_heads, d = i % c->v_dim;
+        const int32_t at = i / c->v_dim / c->q_heads;
+        const int sees = j <= c->keys - c->rows + at;
+        const int hit = which == 2 ? head == h && at == row : head / group == h / group && sees;
         const int bad = hit && (which != 1 || d / 32 == b);
-        CHECK_EQ(c->o[i] != c->o[i], bad);
+        CHECK_EQ(c->o[i] - c->o[i] != 0, bad);
     }
 }
 
@@ -1009,24 +1025,25 @@ TEST(q8_0_scales) {
         c.k_dim = 32 * (int32_t)h_range(&r, 1, 6);
         c.v_dim = 32 * (int32_t)h_range(&r, 1, 6);
         c.keys = (int32_t)h_range(&r, 1, h_one_in(&r, 2) ? 40 : 300);
-        c.q = (float *)malloc((size_t)(c.q_heads * c.k_dim) * 4);
-        c.o = (float *)malloc((size_t)(c.q_heads * c.v_dim) * 4);
-        c.lse = (float *)malloc((size_t)c.q_heads * 4);
+        c.rows = i % 2 && c.keys > 17 ? (int32_t)h_range(&r, 17, c.keys < 130 ? c.keys : 130) : 1;
+        c.q = (float *)malloc((size_t)(c.rows * c.q_heads * c.k_dim) * 4);
+        c.o = (float *)malloc((size_t)(c.rows * c.q_heads * c.v_dim) * 4);
+        c.lse = (float *)malloc((size_t)(c.rows * c.q_heads) * 4);
         for (int side = 0; side < 2; side++) {
             c.row_bytes[side] = (side ? c.v_dim : c.k_dim) / 32 * 34;
             const int64_t rows = (int64_t)c.keys * c.kv_heads;
             c.kv[side] = (uint8_t *)malloc((size_t)(rows * c.row_bytes[side]));
             q8_fill(c.kv[side], rows * c.row_bytes[side] / 34, side || i % 3 == 0, &r);
         }
-        for (int32_t j = 0; j < c.q_heads * c.k_dim; j++)
+        for (int32_t j = 0; j < c.rows * c.q_heads * c.k_dim; j++)
             c.q[j] = (float)((double)h_normal(&r) * ldexp(1, i % 4 ? 0 : (int)h_range(&r, -9, 2)));
         for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) {
             if (!ra_isa_available(isa)) continue;
             q8_run(&c, isa);
-            for (int32_t h = 0; h < c.q_heads; h++)
+            for (int32_t h = 0; h < c.rows * c.q_heads; h += 1 + c.rows / 20)
                 q8_check(&c, h, isa >= RA_ISA_AVX512_BF16 && isa <= RA_ISA_AMX ? ldexp(1, -16) : 0);
         }
-        q8_nan(&c, i % 2 ? RA_ISA_AUTO : RA_ISA_SCALAR, &r);
+        q8_nan(&c, i % 4 < 2 ? RA_ISA_AUTO : RA_ISA_SCALAR, &r);
         free(c.q);
         free(c.o);
         free(c.lse);

@@ -80,17 +80,20 @@ static ra_status call_run(call *c) {
 typedef struct row_truth {
     double s[4096], p[4096], lse;      /* scores, weights */
     double size;                       /* the largest sum of |q k| of a key, times the scale */
+    double spread;                     /* max |q| times the largest sum of |k|, times the scale */
 } row_truth;
 
 static H_FAST void call_row(const call *c, int32_t i, row_truth *x) {
     const float *q = c->q + i * c->d.k_dim;
     const double scale = c->d.scale > 0 ? (double)c->d.scale : 1 / sqrt((double)c->d.k_dim);
-    double top = -HUGE_VAL, sum = 0;
-    x->size = 0;
+    double top = -HUGE_VAL, sum = 0, most = 0;
+    x->size = x->spread = 0;
+    for (int32_t e = 0; e < c->d.k_dim; e++) most = fmax(most, fabs((double)q[e]));
     for (int32_t j = 0; j < c->d.kv_tokens; j++) {
         const float *k = c->k + j * c->d.k_dim;
-        double size = 0, s = 0;
+        double size = 0, s = 0, all = 0;
         for (int32_t e = 0; e < c->d.k_dim; e++) {
+            all += fabs((double)k[e]);
             s += (double)q[e] * (double)k[e];
             size += fabs((double)q[e] * (double)k[e]);
         }
@@ -98,6 +101,7 @@ static H_FAST void call_row(const call *c, int32_t i, row_truth *x) {
         if (c->d.softcap > 0) s = (double)c->d.softcap * tanh(s / (double)c->d.softcap);
         x->s[j] = s;
         x->size = fmax(x->size, size * scale);
+        x->spread = fmax(x->spread, most * all * scale);
         top = fmax(top, s);
     }
     for (int32_t j = 0; j < c->d.kv_tokens; j++) sum += x->p[j] = exp(x->s[j] - top);
@@ -344,7 +348,11 @@ static double promise(const call *c, const row_truth *x) {
     const double n = (double)c->d.kv_tokens, dims = c->d.k_dim;
     const int bf16 = (c->d.k_dtype == RA_BF16 || c->d.arith) &&
                      c->d.isa >= RA_ISA_AVX512_BF16 && c->d.isa <= RA_ISA_AMX;
-    const double inputs = bf16 && c->d.arith ? 0.008 * x->size + 0.004 : 0;
+    const int int8 = c->d.k_dtype == RA_Q8_0 && c->d.v_dtype == RA_Q8_0 &&
+                     (c->d.tokens <= 16 || !c->d.arith) && c->d.isa >= RA_ISA_AVX512_BF16 &&
+                     c->d.isa <= RA_ISA_AMX;
+    const double inputs = bf16 && c->d.arith ? 0.008 * x->size + 0.004
+                        : int8 ? ldexp(x->spread + fmin(n, 64), -16) : 0;
     const double d = 24 + (bf16 ? dims : fmin(dims, fmax(136, dims / 4)));
     const double sums = 2 * (bf16 ? n : fmin(n, 64)) + 3 * ceil(n / 64) + 48;
     return ldexp(d * x->size + sums, -24) + (bf16 ? 0.004 : 0) + inputs;
@@ -426,6 +434,60 @@ TEST(rounded_inputs) {
         all = fmax(all, part);
         if (isa == RA_ISA_AVX512_BF16 && rows > 16 && shape == 2 && dtype == RA_F32)
             CHECK(part > 0.1 || n == 1);
+        if (h_run.verbose) printf("%s: %.2f of the promise\n", h_run.context, part);
+        call_end(&c);
+    }
+    if (h_run.verbose) printf("at most %.2f of the promise\n", all);
+}
+
+/* Keys and values in q8_0. shape 0: unit-normal, with a dim of q that is 30 times as large; 1: q
+ * half a unit of 2^-15 of its largest beside such units, all roundings in one direction, and keys
+ * of two signs; 2: weights half such a unit above others, and one that is the largest of its block;
+ * 3: rising scores. */
+static void integers(call *c, int shape, h_rng *r) {
+    const int32_t dim = c->d.k_dim, n = (int32_t)c->d.kv_tokens;
+    for (int32_t i = 0; i < c->d.tokens * dim; i++) {
+        c->q[i] = h_normal(r) * (i % dim == 3 ? 30 : 1);
+        if (shape == 1) c->q[i] = i % dim ? (float)(i % dim + 0.49) / 32767 : 1;
+        if (shape == 2) c->q[i] = i % dim ? 0 : 1;
+    }
+    for (int32_t i = 0; i < n * dim; i++) {
+        const int32_t key = i / dim;
+        c->k[i] = h_normal(r) + (shape == 3 ? (float)key / 128 * c->q[i % dim] / 30 : 0);
+        if (shape == 1) c->k[i] = i % dim == 0 ? 0 : key % 2 ? -1 : 1;
+        if (shape == 2) c->k[i] = i % dim || key % 64 == 0 ? 0 : -9.5f;
+    }
+    for (int32_t i = 0; i < n * c->d.v_dim; i++) {
+        const int32_t key = i / c->d.v_dim;
+        c->v[i] = shape == 1 ? key % 2 ? -1 : 1 : shape == 2 ? key % 64 ? 1 : -1 : h_normal(r);
+    }
+}
+
+/* Products of integers, in decoding and in prefill: each row is within the promise, which some come
+ * near. */
+TEST(integer_products) {
+    static const int32_t keys[6] = { 1, 2, 63, 64, 200, 1000 };
+    double all = 0;
+    for (int64_t i = 0; i < 6 * 3 * 6 * 4; i++) {
+        int64_t left = i;
+        const int32_t isa = isas[h_pick(&left, 6)], rows = forms[h_pick(&left, 3)];
+        const int32_t n = keys[h_pick(&left, 6)];
+        const int shape = (int)left;
+        h_rng r = h_case_rng(i);
+        double part;
+        call c;
+        if (!ra_isa_available(isa) || !h_case(i) || !h_variant(i % 6, shape % 2)) continue;
+        call_begin(&c, rows, n, 64, 32);
+        c.d.isa = isa;
+        c.d.q_dtype = i % 4 == 1 ? RA_BF16 : RA_F32;
+        c.d.k_dtype = c.d.v_dtype = RA_Q8_0;
+        c.d.scale = shape == 1 || shape == 2 ? 1 : 0.125f;
+        integers(&c, shape, &r);
+        h_context("%s rows %d keys %d shape %d", ra_isa_name(isa), (int)rows, (int)n, shape);
+        part = part_of(&c);
+        all = fmax(all, part);
+        if (isa == RA_ISA_AVX512_BF16 && rows > 16 && shape == 1 && n == 2 && i % 4 != 1)
+            CHECK(part > 0.5);
         if (h_run.verbose) printf("%s: %.2f of the promise\n", h_run.context, part);
         call_end(&c);
     }
@@ -712,7 +774,7 @@ TEST(bias_of_all_rows) {
 static const h_test tests[] = {
     ENTRY(scores_of_any_size), ENTRY(scales_and_softcaps),
     ENTRY(scales_and_softcaps_out_of_range), ENTRY(slopes), ENTRY(rounded_inputs),
-    ENTRY(parallel_vectors),
+    ENTRY(integer_products), ENTRY(parallel_vectors),
     ENTRY(equal_keys), ENTRY(rising_scores), ENTRY(merged_parts), ENTRY(bias_of_all_rows)
 };
 

@@ -311,12 +311,11 @@ static inline int decodes_in_f32(const setup *s, const ra_desc *d) {
            (d->isa ? d->isa : ra_isa_best()) != RA_ISA_AVX512_BF16;
 }
 
-/* 1 if the library may decode d, in q8_0, by products of integers. */
+/* 1 if the library may compute d, in q8_0, by products of integers. */
 static inline int may_use_integers(const ra_desc *d) {
     const int32_t isa = d->isa ? d->isa : ra_isa_best();
     return d->k_dtype == RA_Q8_0 && (d->v_in_k || d->v_dtype == RA_Q8_0) &&
-           (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX) &&
-           d->tokens * (d->q_heads / d->kv_heads) <= 16;
+           (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX);
 }
 
 /* Collects what all ranks wrote and frees their tensors. */
