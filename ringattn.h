@@ -1070,7 +1070,8 @@ typedef struct ra_failure {            /* the first failure of the ring */
     char    text[RA_TEXT_BYTES];
 } ra_failure;
 RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out); /* RA_E_STATE: none */
-RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring); /* the last refusal; never null */
+/* The last refusal or, if that was later, the failure, with field "pass". Never null. */
+RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring);
 /* The latest events, at most `most` and RA_EVENTS, oldest first; returns how many. TILEs are left
  * out, and consecutive WAITs are one. Any thread, any time, also in a callback; wait-free. */
 RINGATTN_API int ra_ring_events(const ra_ring *ring, ra_event *out, int most);
@@ -1226,6 +1227,9 @@ typedef struct ra_infer_job {          /* begin copies it, *tensors and the coun
 RINGATTN_API ra_status ra_infer_join(ra_cache *c, const ra_infer_job *job, int ith);
 /* Any thread, any time: as ra_ring_cancel. */
 RINGATTN_API void ra_infer_cancel(ra_cache *c);
+/* As ra_ring_failure and ra_ring_events: a call is a pass, and its messages have no chunks. */
+RINGATTN_API ra_status ra_cache_failure(const ra_cache *c, ra_failure *out);
+RINGATTN_API int ra_cache_events(const ra_cache *c, ra_event *out, int most);
 /* Why the cache failed, otherwise why a call was last refused, otherwise status 0. Never null. */
 RINGATTN_API const ra_error *ra_cache_error(const ra_cache *c);
 
@@ -1552,6 +1556,7 @@ typedef struct ra_engine {
  *   PLAN         the schedule of a rank, and its figures
  *   TRANSPORT    checks and defaults of transports
  *   SHM          the bundled world: ranks as threads
+ *   TALK         what rings and caches have in common: messages, failures, threads, how passes end
  *   RING         one rank's pass as a state machine
  *   RESUME       a failed pass continues among the ranks that are left
  *   CACHE        inference over a sharded KV cache */
@@ -15502,19 +15507,6 @@ typedef struct ra__tickets {
     ra_status refused_status[RA__REFUSALS];
 } ra__tickets;
 
-/* The threads of a ring or a cache: who is inside a call, and how it ends. */
-typedef struct ra__crew {
-    int32_t state;                     /* RA_RING_*, RA__RING_ENDING. The first thread that swaps
-                                        * RUNNING for another state ends the pass. All fields except
-                                        * parted and shared are atomic */
-    int32_t failed;                    /* status, set once the failure is recorded */
-    int32_t comm;                      /* 1: a thread talks to the transport */
-    int32_t inside;                    /* threads that are in a step */
-    int32_t parted;                    /* under comm: see ra__crew_announce */
-    const ra_transport *shared;        /* null: this rank reads no memory of others */
-    ra__tickets tickets;
-} ra__crew;
-
 /* Level 1 over a transport that has sendrecv alone; all 0 if it is not used. See TRANSPORT. */
 typedef struct ra__link {
     ra_transport below;
@@ -15579,7 +15571,7 @@ enum { RA__PIECE_BYTES = 1 << 17 };    /* of a checksum or a copy */
 enum { RA__STRIPES = 256 };            /* bounds of query rows that a backward pass keeps */
 enum { RA__PATIENT = 64 };             /* how often threads find a task left on a free desk before
                                         * one of them takes it */
-#define RA__NO_FOLD INT64_MAX          /* no entry of the fold list */
+#define RA__NONE INT64_MAX          /* no entry of the fold list */
 
 /* A task, and the entry of the fold list that it folds next. */
 typedef struct ra__claim { int64_t fold, task; } ra__claim;
@@ -15615,18 +15607,25 @@ typedef struct ra__fold_hand {
     int32_t received;                  /* the message of the last one folded since then, or -1 */
 } ra__fold_hand;
 
-/* Where a thread computes: its scratch, and the task in hand, which a step may leave half done.
- * There are as many desks as threads. A thread takes its own desk, or a free one if that is taken.
- * If the thread does not come back, others finish the task on its desk when they have nothing else
- * to do. */
-typedef struct ra__desk {
-    ra_ring *ring;
+/* Head of memory that a ring allocates when a pass is resumed, and keeps until it is destroyed. */
+typedef struct ra__more { struct ra__more *next; int64_t bytes; } ra__more;
+
+/* Where a thread computes. There are as many slots as threads. A thread takes its own, or a free
+ * one if that is taken. If it does not come back to what it has begun there, others finish that
+ * when they have nothing else to do. */
+typedef struct ra__slot {
+    struct ra__talk *talk;
     int32_t polls;                     /* 1: its thread may talk to the transport */
     ra__fp mode;                       /* floating-point state of its caller */
-    int32_t taken;                     /* 1: a thread uses it */
-    int32_t idle;                      /* how often others found it free with a task in hand */
-    int64_t fold;                      /* entry of that task, which has folded all before it;
-                                        * RA__NO_FOLD: no task */
+    int32_t taken;                     /* atomic. 1: a thread uses it */
+    int32_t idle;                      /* atomic: how often others found it free with work */
+    int64_t held;                      /* atomic: the unfinished work; RA__NONE: no work */
+} ra__slot;
+
+/* A slot of a ring, with the task in hand, which a step may leave half done. */
+typedef struct ra__desk {
+    ra__slot slot;                     /* held: entry that the task folds, which has folded all
+                                        * before it */
     ra__claim claim;
     int32_t open;                      /* 1: `hand` is set */
     union { ra__fold_hand fold; ra__back_hand back; } hand;
@@ -15677,9 +15676,6 @@ typedef struct ra__kept {
     int32_t chunk, hop;                /* hop: of the message's layout, see ra__message */
 } ra__kept;
 
-/* Head of memory that a ring allocates when a pass is resumed, and keeps until it is destroyed. */
-typedef struct ra__more { struct ra__more *next; int64_t bytes; } ra__more;
-
 /* The latest events. Every word is atomic, any thread writes, and none waits: a thread draws a
  * number and writes to that number's slot. If it has not finished when the slot is due again, the
  * later event is lost. An event was read whole if its slot has the same number before and after. */
@@ -15693,15 +15689,78 @@ typedef struct ra__journal {
     ra__journal_slot slot[RA_EVENTS];  /* of event n: n - 1 mod RA_EVENTS */
 } ra__journal;
 
+/* What a failure concerns, in ranks of the plan; -1 where it does not apply. to: the peer that a
+ * sendrecv sent to, if it is another. moved: bytes, if the length is wrong. why: null, or what to
+ * say of peer. */
+typedef struct ra__cause {
+    int32_t peer, sending, code, to, hop;
+    int64_t chunk, moved;
+    const char *why;
+} ra__cause;
+
+/* What a ring or a cache does in a conversation. */
+typedef struct ra__client {
+    const char *const *topic;          /* [RA__AGREE_TOPICS + 1] what ranks agree on */
+    int (*list)(void *of);             /* lists messages that are posted, or may be; how many */
+    int (*round)(void *of, int computes);  /* under comm: posts, polls and takes messages, unless
+                                        * the thread computes and that can wait. 1: something
+                                        * moved, 0: nothing, < 0: the pass failed */
+    ra__cause (*awaits)(const void *of);   /* the message that this rank waits for */
+    int64_t (*patience)(void *of);     /* how long nothing may move while this rank waits */
+    ra_status (*claim)(void *of, ra__slot *slot, int *moved); /* RA_WAIT: there is no work */
+    ra_status (*work)(void *of, ra__slot *slot, int ith);     /* does a step of it */
+} ra__client;
+
+/* A conversation with other ranks, and the threads that take part: see TALK. */
+typedef struct ra__talk {
+    const ra__client *client;
+    void *of;                          /* the ring or cache */
+    ra_transport tp;
+    ra__link link;                     /* of tp */
+    ra_ring_desc rd;                   /* of a cache: what both descriptors have */
+    uint8_t *base;                     /* workspace; it starts with the struct of the client */
+    int64_t bytes;
+    ra__more *more;
+    void *mr;                          /* of the whole workspace */
+    int32_t has_transport, rank;
+    const int32_t *survivor;           /* [peers] their ranks in the plan; null: the same */
+    int32_t *left;                     /* [ranks] see ra__link */
+    ra_transport_op **list;
+    uint8_t *slots;                    /* [threads] each begins with a ra__slot */
+    size_t slot_bytes;
+    ra__between pause;                 /* between pieces of a round of communication */
+    int64_t deadline, begin_ns;        /* of the pass */
+    int32_t unsafe, quiet;             /* of finishing: buffers are leaked; it has run */
+
+    int64_t pass;                      /* from here on threads share, and all fields are atomic, but
+                                        * for those that say otherwise */
+    int32_t threads, backward;         /* of the pass */
+    int32_t state;                     /* RA_RING_*, RA__RING_ENDING. The first thread that swaps
+                                        * RUNNING for another state ends the pass */
+    int32_t failed;                    /* status, set once the failure is recorded */
+    int32_t comm;                      /* 1: a thread talks to the transport */
+    int32_t inside;                    /* threads that are in a step */
+    int32_t parted;                    /* under comm: see ra__talk_part */
+    int32_t cancelled, aborted;
+    const ra_transport *shared;        /* null: this rank reads no memory of others. Not atomic */
+    int64_t progress_ns, looked_ns, polled_ns; /* times of the last progress, alarm check, poll */
+    int64_t events;                    /* counts what ends a wait of ra_step_wait */
+    int32_t met;                       /* 1: a frame of another rank agreed with this one's, in this
+                                        * pass or in one of the same kind and plan */
+    int32_t corrupt;                   /* 1: the checksum of what follows the frame was wrong */
+    uint64_t differ;                   /* topics in which the frame that failed differs. Under
+                                        * comm */
+    ra__tickets tickets;
+    ra_failure failure;                /* written before `failed` */
+    ra_error refusal;                  /* the last one, or the failure */
+    ra__journal journal;
+} ra__talk;
+
 typedef struct ra__resume ra__resume;  /* see RESUME */
 
 struct ra_ring {
-    ra_ring_desc rd;
-    ra_transport tp;
-    ra__link link;                     /* of tp */
-    uint8_t *base;                     /* workspace; it starts with this struct */
-    int64_t bytes;
-    int32_t has_transport, shared, rank, ranks;
+    ra__talk talk;
+    int32_t shared, rank, ranks;
 
     const ra_plan *plan;               /* of the pass; below: what begin sets */
     const ra__pass_lists *lists;       /* of the plan, for this kind of pass */
@@ -15711,16 +15770,9 @@ struct ra_ring {
     int32_t agreed_known;              /* 1: both are those of this pass */
     ra__work work;
     ra__view kv[2];                    /* this rank's keys and values */
-    int64_t pass, deadline, begin_ns;
 
-    int32_t unsafe, quiet;             /* of ra_finish: buffers are leaked; it has run */
-    ra__crew crew;                     /* from here on threads share */
-    int32_t cancelled, aborted;
-    int32_t threads, backward;         /* of the plan; 1: a backward pass */
-    int32_t sched, progress;           /* the try-lock of claims; see ra__ring_progress */
-    int64_t progress_ns, looked_ns, polled_ns; /* times of the last progress, alarm check, poll */
-    int64_t events;                    /* counts what ends a wait of ra_step_wait */
-    ra__between pause;                 /* between pieces of a round of communication */
+    int32_t sched, progress;           /* from here on threads share. The try-lock of claims; see
+                                        * ra__ring_progress */
     int64_t most_tiles;                /* see ra__ring_patience; 0: not counted in this pass */
     int64_t alive, alive_seen;         /* shared: readers of this rank's keys count alive up */
     int64_t computed, computed_seen;   /* tasks done here, and as last announced to owners */
@@ -15734,33 +15786,26 @@ struct ra_ring {
     int64_t step_work;                 /* most of one step, see RA__TILE_WORK */
 
     ra__queue queue[RA__QUEUES];       /* under comm */
-    ra_transport_op **list;            /* ops of all queues that are posted and not taken */
     uint8_t *pack_buf;                 /* [pack_slots] own chunks that leave */
     int64_t pack_slots, own_posted, own_sent; /* own chunks that have been packed, and sent */
     int64_t released;                  /* receives that are folded by all tasks and sent on */
     int64_t moves;                     /* messages posted and taken */
-    int32_t *left;                     /* [ranks] see ra__link */
     int32_t greets;                    /* 1: this pass begins with hellos */
     int32_t notices;                   /* 1: this pass ends with notices: shared, forward */
-    int32_t met;                       /* 1: a frame of another rank agreed with this one's, in this
-                                        * pass or in one of the same kind and plan */
     uint64_t met_with[RA__MET];        /* hashes of what plans agree on, and of the kind of pass */
     int64_t met_count;
-    uint64_t differ;                   /* topics in which the frame that failed differs */
-    int32_t corrupt;                   /* 1: the checksum of what follows the frame was wrong */
     ra__back back;                     /* backward from here on */
     ra__view d_kv[2];                  /* the caller's dK and dV */
     float *dq;                         /* [B][rows][Hq][Dk] sums */
     int64_t grad_slots, grad_bytes;
     int64_t returns_folded;            /* own chunks that returned and no longer need a buffer */
     uint8_t *grad_buf;                 /* gradients of own chunks that stay, or all if shared */
-    void *mr;                          /* of the whole workspace */
     uint8_t *scratch;                  /* [threads][scratch_bytes] */
     int64_t scratch_bytes;
 
     ra__earlier earlier;
     int32_t epoch;                     /* of the last ra_resume; 0: none. From here on see RESUME */
-    int32_t meeting;                   /* atomic. 1: ranks have not agreed yet, do not compute */
+    int32_t meeting;                   /* under comm. 1: ranks have not agreed yet */
     int32_t talking;                   /* 1: others may need messages of this rank. Under comm */
     int32_t awaited;                   /* atomic: peer that this rank waits for, -1: none */
     int32_t serves;                    /* 1: this rank has the pass complete and only helps */
@@ -15769,21 +15814,15 @@ struct ra_ring {
     int32_t pulled;                    /* 1: receives after the kept ones were requested */
     ra__resume *resume;
     int (*resumed_comm)(ra_ring *r);   /* a round of communication, instead of ra__ring_comm */
-    const int32_t *survivor;           /* [peers] their ranks in the ring that failed; null: no
-                                        * pass was resumed */
     ra_transport_op *control;          /* [controls] those in use have a kind */
     int64_t controls;
     ra__kept *kept;                    /* [kept_count] the first entries of lists->recv */
     int64_t kept_count;
     int64_t intact;                    /* receives from here on, as far as they have come, have not
                                         * been overwritten */
-    ra__more *more;
 
     ra_ring_counters counters;         /* each word on its own is atomic */
-    ra_failure failure;
-    ra_error refusal;
     char said[RA_TEXT_BYTES + 64];     /* its field and sentence, for ra_ring_explain */
-    ra__journal journal;
 };
 
 /* How many tasks a rank has, of `panels` panels each. task_begin: null, or [B + 1], becomes the
@@ -15864,7 +15903,7 @@ RA__INLINE int64_t ra__back_lag(const ra_plan *p) {
 /* Carves the queues between neighbours, for messages of up to `bytes` bytes. Others stay empty. */
 static void ra__ring_carve_links(ra__arena *a, const ra_plan *p, const ra__counts *n,
                                  int64_t bytes, ra_ring *r) {
-    int64_t align = ra__max(64, (int64_t)r->tp.align);
+    int64_t align = ra__max(64, (int64_t)r->talk.tp.align);
     ra__queue *in = &r->queue[RA__RECEIVES], *out = &r->queue[RA__SENDS];
     memset(r->queue, 0, sizeof r->queue);
     for (int32_t k = 0; k < RA__QUEUES; k++)
@@ -15889,8 +15928,10 @@ static void ra__ring_carve_desks(ra__arena *a, const ra_desc *d, int64_t scratch
                                  ra_ring *r) {
     int64_t ops = 0;
     for (int32_t k = 0; k < RA__QUEUES; k++) ops += r->queue[k].slots;
-    r->list = (ra_transport_op **)ra__carve(a, ops * (int64_t)sizeof *r->list);
+    r->talk.list = (ra_transport_op **)ra__carve(a, ops * (int64_t)sizeof *r->talk.list);
     r->desk = (ra__desk *)ra__carve(a, d->threads * (int64_t)sizeof *r->desk);
+    r->talk.slots = (uint8_t *)r->desk;
+    r->talk.slot_bytes = sizeof *r->desk;
     r->scratch_bytes = scratch_bytes;
     r->scratch = (uint8_t *)ra__carve(a, scratch_bytes * d->threads);
 }
@@ -15901,7 +15942,7 @@ static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n
     const ra_desc *d = &p->d;
     int64_t heads = d->sequences * n->rows * d->q_heads, before, state;
     (void)ra__carve(a, (int64_t)sizeof *r);
-    r->left = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
+    r->talk.left = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
     before = a->used;
     r->work.m = (float *)ra__carve(a, heads * 4);
     r->work.l = (float *)ra__carve(a, heads * 4);
@@ -15924,10 +15965,10 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
                                    ra_ring *r) {
     const ra_desc *d = &p->d;
     int64_t heads = d->sequences * n->rows * d->q_heads, before, state;
-    int64_t align = ra__max(64, (int64_t)r->tp.align), own = n->back.own + n->back.stays;
+    int64_t align = ra__max(64, (int64_t)r->talk.tp.align), own = n->back.own + n->back.stays;
     const int64_t longest = r->shared ? RA__FRAME_BYTES + RA__ADDRESS_BYTES : p->back.return_bytes;
     (void)ra__carve(a, (int64_t)sizeof *r);
-    r->left = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
+    r->talk.left = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
     before = a->used;
     r->dq = (float *)ra__carve(a, heads * d->k_dim * 4);
     r->turn = (ra__turn *)ra__carve(a, n->back.tasks * d->sequences * (int64_t)sizeof *r->turn);
@@ -15959,7 +16000,7 @@ static ra__ring_size ra__ring_bytes(const ra_plan *p, const ra__sizes *n, int sh
     ra_ring r;
     memset(&r, 0, sizeof r);
     alone.d.buffers = p->forward_buffers;
-    r.tp.align = align;
+    r.talk.tp.align = align;
     r.shared = shared;
     size.state = ra__ring_carve(&a, p, n, &r);
     if (p->d.train) size.back_state = ra__ring_carve_back(&b, p, n, &r);
@@ -18190,34 +18231,31 @@ static ra_status ra__tp_failure(const ra_transport *t) {
 #undef RA__SHM_LINE
 #endif
 
-/* ========================================================================== RING
- * The pass of one rank as a state machine, of which a call does one bounded step. In: a plan, a
- * transport, the tensors of a call. Out: outputs and counters, or one failure.
+/* ========================================================================== TALK
+ * What rings and caches have in common: a conversation with other ranks, pass by pass. (A call of a
+ * cache is a pass.) In: a client, which lists messages and computes. Out: events, and how a pass
+ * ended.
  *
- * Threads. No thread waits for a lock. A thread that talks to the transport holds `comm`, one that
- * takes a task holds `sched`, and one that finds them taken does something else; threads compute
- * without either. A task (query rows x heads) folds the entries of the fold list in order. Tasks
- * are handed out entry by entry, so each row meets the chunks in the order of the plan, whichever
- * thread computes it.
+ * Threads. No thread waits for a lock. A thread that talks to the transport holds `comm`, and one
+ * that finds it taken does something else. Threads compute in slots, without it.
  *
- * Buffers. Receive i uses buffer i mod n and is posted when all tasks have folded receive i - n and
- * it has been sent on. Own chunks are packed into separate buffers, so they never delay a chunk
- * that is on its way. With RA_CAP_SHARED a message is a frame and an address record, and a chunk is
- * "folded" when its owner's memory is no longer read here. */
+ * The end of a pass. All work and messages are done; or the first failure is recorded, of a
+ * message, the deadline, the watchdog, a cancellation or the client. Then the transport is aborted,
+ * all threads return that status, and before anybody may free buffers the transport is quiesced. */
 
-/* -------------------------------------------------------------------------- failure and time */
-static int64_t ra__ring_now(const ra_ring *r) {
-    return r->rd.clock_ns ? r->rd.clock_ns(r->rd.clock_ctx) : ra_now_ns();
+/* -------------------------------------------------------------------------- time and events */
+static int64_t ra__talk_now(const ra__talk *k) {
+    return k->rd.clock_ns ? k->rd.clock_ns(k->rd.clock_ctx) : ra_now_ns();
 }
 
 /* Time left until a deadline on the ring's clock (0: none), at most `most` ns. */
-static int64_t ra__ring_left(const ra_ring *r, int64_t deadline_ns, int64_t most) {
+static int64_t ra__talk_left(const ra__talk *k, int64_t deadline_ns, int64_t most) {
     if (!deadline_ns) return most;
-    return ra__min(most, ra__max(0, ra__time_since(deadline_ns, ra__ring_now(r))));
+    return ra__min(most, ra__max(0, ra__time_since(deadline_ns, ra__talk_now(k))));
 }
 
 /* The deadline for a callback when this much time is left. */
-static int64_t ra__ring_until(int64_t left_ns) { return ra__add_sat(ra_now_ns(), left_ns); }
+static int64_t ra__talk_until(int64_t left_ns) { return ra__add_sat(ra_now_ns(), left_ns); }
 
 /* Remembers an event. Consecutive waits become one. A slot that another thread is writing is left
  * alone, and the event is lost. */
@@ -18241,17 +18279,17 @@ static void ra__journal_put(ra__journal *log, const ra_event *e) {
     ra__store_i64(&at->number, i + 1);
 }
 
-static void ra__ring_event(ra_ring *r, int32_t kind, int32_t ith, const ra_event *more) {
-    if (kind == RA_EV_TILE && !r->rd.trace) return;
+static void ra__talk_event(ra__talk *k, int32_t kind, int32_t ith, const ra_event *more) {
+    if (kind == RA_EV_TILE && !k->rd.trace) return;
     ra_event e = *more;
     e.kind = kind;
-    e.rank = r->rank;
+    e.rank = k->rank;
     e.thread = ith;
-    e.pass = ra__load_i64(&r->counters.pass);
-    e.backward = ra__load_i32(&r->backward);
-    e.end_ns = ra__ring_now(r);
-    if (r->rd.trace && kind != RA_EV_ABORT) r->rd.trace(r->rd.trace_ctx, &e);
-    if (kind != RA_EV_TILE) ra__journal_put(&r->journal, &e);
+    e.pass = ra__load_i64(&k->pass);
+    e.backward = ra__load_i32(&k->backward);
+    e.end_ns = ra__talk_now(k);
+    if (k->rd.trace && kind != RA_EV_ABORT) k->rd.trace(k->rd.trace_ctx, &e);
+    if (kind != RA_EV_TILE) ra__journal_put(&k->journal, &e);
 }
 
 static ra_event ra__event_none(void) {
@@ -18262,61 +18300,70 @@ static ra_event ra__event_none(void) {
     return e;
 }
 
-/* What a failure concerns; -1 where it does not apply. to: the peer that a sendrecv sent to, if it
- * is another. moved: bytes, if the length is wrong. why: null, or what to say of peer, which is
- * then a rank of the plan. */
-typedef struct ra__blame {
-    int32_t peer, sending, code, to;
-    int64_t chunk, moved;
-    const char *why;
-} ra__blame;
-
-static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64_t chunk) {
-    const ra__blame b = { peer, sending, code, -1, ra__max(chunk, -1), -1, NULL };
-    return b;
+/* An event without a chunk or a peer. */
+static void ra__talk_event_plain(ra__talk *k, int32_t kind, int64_t begin_ns, ra_status status) {
+    ra_event e = ra__event_none();
+    e.begin_ns = begin_ns;
+    e.status = status;
+    ra__talk_event(k, kind, -1, &e);
 }
 
-static const ra__blame ra__nobody = { -1, -1, 0, -1, -1, -1, NULL };
-
-/* How many ranks after the owner of chunk c a rank is, in the direction of travel. */
-static int32_t ra__ring_hop_at(const ra_ring *r, int64_t c, int32_t rank) {
-    return ra__ranks_along(r->plan, r->lists->direction, r->lists->chunk[c].owner, rank);
+static int ra__talk_events(const ra__talk *k, ra_event *out, int most) {
+    const int64_t last = k ? ra__load_i64(&k->journal.next) : 0;
+    int n = 0;
+    if (!out) return 0;
+    for (int64_t i = ra__max(0, last - ra__min(most, RA_EVENTS)); i < last; i++) {
+        const ra__journal_slot *at = &k->journal.slot[i % RA_EVENTS];
+        int64_t word[RA__EVENT_WORDS];
+        if (ra__load_i64(&at->number) != i + 1) continue;
+        for (int32_t w = 0; w < RA__EVENT_WORDS; w++) word[w] = ra__load_i64(&at->word[w]);
+        if (ra__load_i64(&at->number) == i + 1) memcpy(&out[n++], word, sizeof *out);
+    }
+    return n;
 }
 
-/* The hop of a message as events and failures name it. What an owner receives has come all the way
- * around. -1: it has none. */
-static int32_t ra__ring_event_hop(const ra_ring *r, int64_t c, int32_t receiver) {
-    if (c < 0 || receiver < 0 || r->survivor) return -1;
-    int32_t hop = ra__ring_hop_at(r, c, receiver);
-    return hop ? hop : r->ranks;
+static void ra__talk_note_progress(ra__talk *k) {
+    ra__store_i64(&k->progress_ns, ra__talk_now(k));
+    (void)ra__add_i64(&k->events, 1);
+}
+
+/* -------------------------------------------------------------------------- failure */
+static const ra__cause ra__nobody = { -1, -1, 0, -1, -1, -1, -1, NULL };
+
+/* A peer of the transport as a rank of the plan. */
+static int32_t ra__talk_rank(const ra__talk *k, int32_t peer) {
+    return k->survivor && peer >= 0 ? k->survivor[peer] : peer;
+}
+
+/* A message to or from a peer of the transport. */
+static ra__cause ra__cause_of(const ra__talk *k, int32_t peer, int32_t sending) {
+    ra__cause x = ra__nobody;
+    x.peer = ra__talk_rank(k, peer);
+    x.sending = sending;
+    return x;
 }
 
 /* Adds what the ranks disagree about, what is corrupt, or that the deadline was not absolute. */
-static void ra__failure_hint(const ra_ring *r, const ra_failure *f, ra__text *x) {
-    static const char *const name[RA__AGREE_TOPICS + 1] = {
-        "sizes", "dtypes or arith", "mask", "layout", "scale, scores, alibi or sinks",
-        "forward or backward, gradients, dropout or seed",
-        "chunk_tokens, buffers, order, rates, trust_plans, checksums or resumable",
-        "the address space, although the transport declares RA_CAP_SHARED" };
+static void ra__failure_hint(const ra__talk *k, const ra_failure *f, ra__text *x) {
     const char *comma = ": ";
     for (int i = 0; i <= RA__AGREE_TOPICS && f->status == RA_E_MISMATCH; i++) {
-        if (!(r->differ >> 8 * i & 255)) continue;
+        if (!(k->differ >> 8 * i & 255)) continue;
         ra__put(x, comma);
-        ra__put(x, name[i]);
+        ra__put(x, k->client->topic[i]);
         comma = "; ";
     }
-    if (f->status == RA_E_PROTO && ra__load_i32(&r->corrupt))
+    if (f->status == RA_E_PROTO && ra__load_i32(&k->corrupt))
         ra__put(x, ": the checksum of its data is wrong");
-    if (f->status == RA_E_TIMEOUT && r->deadline && r->deadline <= r->begin_ns)
+    if (f->status == RA_E_TIMEOUT && k->deadline && k->deadline <= k->begin_ns)
         ra__put(x, " before the call began: deadlines are absolute, see ra_deadline_ms");
 }
 
 /* Adds what to look at if no message of this plan has come yet. */
-static void ra__failure_silence(const ra_ring *r, const ra_failure *f, ra__text *x) {
+static void ra__failure_silence(const ra__talk *k, const ra_failure *f, ra__text *x) {
     const int silent = f->status == RA_E_TRUNC || f->status == RA_E_TIMEOUT ||
                        f->status == RA_E_PEER;
-    if (silent && f->peer >= 0 && !r->survivor && !ra__load_i32(&r->met))
-        ra__put(x, r->rd.trust_plans
+    if (silent && f->peer >= 0 && !k->survivor && !ra__load_i32(&k->met))
+        ra__put(x, k->rd.trust_plans
                     ? "; nothing of this plan has come yet: do all ranks have equal descriptors?"
                     : "; nothing of this plan has come yet: has that rank begun this pass?");
 }
@@ -18324,15 +18371,15 @@ static void ra__failure_silence(const ra_ring *r, const ra_failure *f, ra__text 
 enum { RA__QUOTED = 160 };             /* bytes of a transport's own text */
 
 /* Writes the sentence of a failure: who, in which pass, why, and which message was awaited. */
-static void ra__failure_text(const ra_ring *r, ra_failure *f, const ra__blame *of) {
+static void ra__failure_text(const ra__talk *k, ra_failure *f, const ra__cause *of) {
     ra__text x = { f->text, sizeof f->text, 0 };
     const char *why = NULL;
-    if (f->code && f->status != RA_E_ENGINE && r->has_transport && r->tp.error_text)
-        why = r->tp.error_text(r->tp.ctx, f->code);
+    if (f->code && f->status != RA_E_ENGINE && k->has_transport && k->tp.error_text)
+        why = k->tp.error_text(k->tp.ctx, f->code);
     ra__say(&x, "rank #", f->rank);
     ra__say(&x, ", pass #: ", f->pass);
     ra__put(&x, ra_status_text(f->status));
-    ra__failure_hint(r, f, &x);
+    ra__failure_hint(k, f, &x);
     if (of->why) {
         ra__say(&x, "; rank # ", f->peer);
         ra__put(&x, of->why);
@@ -18355,69 +18402,119 @@ static void ra__failure_text(const ra_ring *r, ra_failure *f, const ra__blame *o
     }
     if (f->since_progress_ns >= 1000000)
         ra__say(&x, ", ms since progress: #", f->since_progress_ns / 1000000);
-    ra__failure_silence(r, f, &x);
-}
-
-/* An event without a chunk or a peer. */
-static void ra__ring_event_plain(ra_ring *r, int32_t kind, int64_t begin_ns, ra_status status) {
-    ra_event e = ra__event_none();
-    e.begin_ns = begin_ns;
-    e.status = status;
-    ra__ring_event(r, kind, -1, &e);
+    ra__failure_silence(k, f, &x);
 }
 
 /* Aborts the transport, once in the life of a ring. */
-static void ra__ring_abort(ra_ring *r, ra_status why) {
-    if (!r->has_transport || !r->tp.abort || !ra__cas_i32(&r->aborted, 0, 1)) return;
-    const int64_t begin_ns = ra__ring_now(r);
-    (void)r->tp.abort(r->tp.ctx, why);
-    ra__ring_event_plain(r, RA_EV_ABORT, begin_ns, why);
-}
-
-/* A peer of the transport as a rank of the plan: in a resumed pass peers are numbered anew. */
-static int32_t ra__ring_rank_of(const ra_ring *r, int32_t peer) {
-    return r->survivor && peer >= 0 ? r->survivor[peer] : peer;
+static void ra__talk_abort(ra__talk *k, ra_status why) {
+    if (!k->has_transport || !k->tp.abort || !ra__cas_i32(&k->aborted, 0, 1)) return;
+    const int64_t begin_ns = ra__talk_now(k);
+    (void)k->tp.abort(k->tp.ctx, why);
+    ra__talk_event_plain(k, RA_EV_ABORT, begin_ns, why);
 }
 
 /* Records the first failure of a pass that has not ended, and aborts the transport. Returns the
  * status that is recorded, perhaps of an earlier failure, or s while there is none yet. */
-static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
+static ra_status ra__talk_fail(ra__talk *k, ra_status s, ra__cause why) {
     ra_event e = ra__event_none();
-    if (ra__load_i32(&r->cancelled)) s = RA_E_CANCELLED;   /* the network may fail because of it */
-    if (ra__cas_i32(&r->crew.state, RA_RING_RUNNING, RA_RING_FAILED)) {
-        ra_failure *f = &r->failure;
+    if (ra__load_i32(&k->cancelled)) s = RA_E_CANCELLED;   /* the network may fail because of it */
+    if (ra__cas_i32(&k->state, RA_RING_RUNNING, RA_RING_FAILED)) {
+        ra_failure *f = &k->failure;
         f->status = s;
-        f->rank = r->rank;
-        f->peer = why.why ? why.peer : ra__ring_rank_of(r, why.peer);
+        f->rank = k->rank;
+        f->peer = why.peer;
         f->sending = why.sending;
         f->code = why.code;
         f->chunk = why.chunk;
-        f->hop = why.sending < 0 || why.why ? -1
-                     : ra__ring_event_hop(r, why.chunk, why.sending ? why.peer : r->rank);
-        f->pass = r->pass;
-        f->since_progress_ns = ra__time_since(ra__ring_now(r), ra__load_i64(&r->progress_ns));
-        ra__failure_text(r, f, &why);
-        ra__store_i32(&r->crew.failed, s);
-        ra__ring_abort(r, s);
+        f->hop = why.hop;
+        f->pass = k->pass;
+        f->since_progress_ns = ra__time_since(ra__talk_now(k), ra__load_i64(&k->progress_ns));
+        ra__failure_text(k, f, &why);
+        (void)ra__refuse(&k->refusal, s, "pass", "", 0);
+        memcpy(k->refusal.text, f->text, sizeof f->text);
+        ra__store_i32(&k->failed, s);
+        ra__talk_abort(k, s);
         e.peer = f->peer;
         e.chunk = why.chunk;
         e.hop = f->hop;
         e.status = s;
-        e.begin_ns = r->begin_ns;
-        ra__ring_event(r, RA_EV_FAIL, -1, &e);
+        e.begin_ns = k->begin_ns;
+        ra__talk_event(k, RA_EV_FAIL, -1, &e);
     }
-    (void)ra__add_i64(&r->events, 1);
-    return ra__load_i32(&r->crew.failed) ? ra__load_i32(&r->crew.failed) : s;
+    (void)ra__add_i64(&k->events, 1);
+    return ra__load_i32(&k->failed) ? ra__load_i32(&k->failed) : s;
 }
 
 /* What a callback returned, as a status of a failed pass. */
-static ra_status ra__ring_code(int code) {
+static ra_status ra__talk_code(int code) {
     return code <= RA_E_MISMATCH && code >= RA_E_UNSAFE ? code : RA_E_IO;
 }
 
-static void ra__ring_note_progress(ra_ring *r) {
-    ra__store_i64(&r->progress_ns, ra__ring_now(r));
-    (void)ra__add_i64(&r->events, 1);
+/* The transport itself has failed, with a code. */
+static ra_status ra__talk_broken(ra__talk *k, int code) {
+    const ra__link *u = k->tp.post == ra__link_post ? &k->link : NULL;
+    ra__cause why = k->client->awaits(k->of);
+    if (u && (u->peer[0] >= 0 || u->peer[1] >= 0)) {   /* a sendrecv with these two */
+        const int32_t to = u->peer[0], from = u->peer[1];
+        if (why.peer != (from >= 0 ? from : to) || why.sending != (from < 0))
+            why = ra__cause_of(k, from >= 0 ? from : to, from < 0);
+        if (to >= 0 && to != why.peer) why.to = to;
+    }
+    why.code = code;
+    return ra__talk_fail(k, ra__talk_code(code), why);
+}
+
+/* Checks the deadline, the watchdog, cancellation, and whether another thread has recorded a
+ * failure. */
+static ra_status ra__talk_alarm(ra__talk *k) {
+    if (ra__load_i32(&k->failed)) return ra__load_i32(&k->failed);
+    if (ra__load_i32(&k->cancelled)) return ra__talk_fail(k, RA_E_CANCELLED, ra__nobody);
+    const int64_t now = ra__talk_now(k), looked = ra__load_i64(&k->looked_ns);
+    ra__store_i64(&k->looked_ns, now);
+    if (k->deadline && now > k->deadline)
+        return ra__talk_fail(k, RA_E_TIMEOUT, k->client->awaits(k->of));
+    const int64_t quiet = ra__time_since(now, ra__load_i64(&k->progress_ns));
+    if (!k->has_transport || quiet <= (k->rd.watchdog_ns ? k->rd.watchdog_ns : RA__QUIET_NS))
+        return RA_OK;
+    const int64_t patience = k->client->patience(k->of);
+    if (ra__time_since(now, looked) > patience)
+        ra__store_i64(&k->progress_ns, now);   /* no thread was inside to see progress */
+    else if (quiet > patience)
+        return ra__talk_fail(k, RA_E_PEER, k->client->awaits(k->of));
+    return RA_OK;
+}
+
+static ra_status ra__talk_failure(const ra__talk *k, ra_failure *out) {
+    if (!k || !out) return RA_E_NULL;
+    if (!ra__load_i32(&k->failed)) return RA_E_STATE;
+    *out = k->failure;
+    return RA_OK;
+}
+
+static void ra__talk_cancel(ra__talk *k) {
+    ra__store_i32(&k->cancelled, 1);
+    ra__talk_abort(k, RA_E_CANCELLED);
+    (void)ra__add_i64(&k->events, 1);
+}
+
+/* After a failure: waits until the transport touches no buffers any more. */
+static void ra__talk_quiesce(ra__talk *k, int64_t deadline_ns) {
+    const int64_t until = ra__talk_until(ra__talk_left(k, deadline_ns, k->rd.quiesce_ns));
+    const int n = k->tp.quiesce ? 0 : k->client->list(k->of);
+    if (!k->has_transport || k->quiet) return;
+    k->quiet = 1;
+    if (k->tp.quiesce) k->unsafe = k->tp.quiesce(k->tp.ctx, until) != RA_OK;
+    for (int i = 0; i < n; i++) k->unsafe |= k->list[i]->state == RA_MSG_PENDING;
+    if (ra__load_i32(&k->state) != RA_RING_IDLE) ra__tp_turn_ends(&k->tp);
+}
+
+/* Ends a pass that has not ended well. Returns how it ended. */
+static ra_status ra__talk_finish(ra__talk *k, int64_t deadline_ns) {
+    if (ra__load_i32(&k->state) == RA_RING_IDLE && !ra__load_i32(&k->cancelled)) return RA_OK;
+    ra_status s = ra__load_i32(&k->failed);
+    if (!s) s = ra__talk_fail(k, RA_E_CANCELLED, ra__nobody);
+    ra__talk_quiesce(k, deadline_ns);
+    return k->unsafe && k->shared ? RA_E_UNSAFE : s;
 }
 
 /* -------------------------------------------------------------------------- frames */
@@ -18435,20 +18532,6 @@ static uint32_t ra__address_space(void) {
 #endif
     h ^= h >> 32;
     return (uint32_t)h ? (uint32_t)h : 1u;
-}
-
-/* Sets what the frames of this pass contain. Under `comm`, in its first round of communication,
- * because some of these values are data and ra_begin reads no data. */
-static void ra__ring_agree(ra_ring *r) {
-    if (r->agreed_known) return;
-    r->agreed = ra__agree_call(r->plan, &r->t);
-    r->agreed.topic[RA__AGREE_MESSAGES] =
-        ra__hash_i64(r->agreed.topic[RA__AGREE_MESSAGES],
-                     r->rd.trust_plans | r->rd.checksums << 1 | r->rd.resumable << 2);
-    r->agreed.topic[RA__AGREE_TRAINING] =
-        ra__hash_i64(r->agreed.topic[RA__AGREE_TRAINING], r->lists->backward);
-    r->space = r->shared ? ra__address_space() : 0;
-    r->agreed_known = 1;
 }
 
 static ra__frame ra__frame_sealed(ra__frame f) {
@@ -18479,17 +18562,6 @@ static ra__frame ra__frame_of(int32_t kind, int32_t origin, int64_t pass, uint64
     f.hash = hash;
     f.length = length;
     return f;
-}
-
-static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, int64_t chunk,
-                                int64_t length) {
-    ra__frame f = ra__frame_of(kind, origin, r->pass, ra__hash_of(&r->agreed, sizeof r->agreed),
-                               length);
-    f.pass |= (int64_t)r->epoch << RA__EPOCH_BIT;
-    f.topics = ra__agreed_bytes(&r->agreed);
-    f.chunk = (int32_t)chunk;
-    f.sum[0] = r->space;
-    return ra__frame_sealed(f);
 }
 
 /* Checks the frame of a message against the one that is due. *differ: topics whose hashes are
@@ -18540,18 +18612,452 @@ static int ra__frame_holds(const ra__between *pause, const uint8_t *message, int
            ra__frame_crc(pause, 0, message + RA__FRAME_BYTES, length - RA__FRAME_BYTES);
 }
 
-/* Checks that the message of op, chunk c, begins with the frame that is due; otherwise the pass
- * fails. */
-static ra_status ra__ring_check(ra_ring *r, const ra_transport_op *op, const ra__frame *due,
-                                int64_t c) {
-    ra_status s = ra__frame_check(op->buf, due, &r->differ);
-    if (s == RA_OK) ra__store_i32(&r->met, 1);
-    if (s == RA_OK && r->rd.checksums && !r->shared && op->len > RA__FRAME_BYTES &&
-        !ra__frame_holds(&r->pause, (const uint8_t *)op->buf, (int64_t)op->len)) {
-        ra__store_i32(&r->corrupt, 1);
+/* -------------------------------------------------------------------------- messages */
+/* Lists and posts what is idle, and polls; after a failure it does neither. */
+static ra_status ra__talk_drive(ra__talk *k) {
+    int idle = 0, code = RA_OK;
+    if (ra__load_i32(&k->state) != RA_RING_RUNNING)
+        return ra__talk_fail(k, RA_E_ABORTED, ra__nobody);
+    const int n = k->client->list(k->of);
+    for (int i = 0; i < n; i++) idle |= k->list[i]->state == RA_MSG_IDLE;
+    if (idle) code = k->tp.post(k->tp.ctx, k->list, n);
+    if (code >= 0) code = k->tp.poll(k->tp.ctx, k->list, n);
+    ra__store_i64(&k->polled_ns, ra__talk_now(k));
+    return code < 0 ? ra__talk_broken(k, code) : RA_OK;
+}
+
+static int ra__talk_poll_due(const ra__talk *k) {
+    return ra__time_since(ra__talk_now(k), ra__load_i64(&k->polled_ns)) >= RA__POLL_NS;
+}
+
+/* Of ra__talk.pause: polls if that is due. A failure is recorded, and noticed in the next round. */
+static void ra__talk_pause(void *ctx) {
+    ra__talk *k = (ra__talk *)ctx;
+    if (ra__talk_poll_due(k)) (void)ra__talk_drive(k);
+}
+
+/* The conversation uses k->tp from now on. */
+static void ra__talk_bind(ra__talk *k) {
+    k->pause.call = k->tp.post && !(k->tp.caps & RA__CAP_BLOCKS) ? ra__talk_pause : NULL;
+    k->pause.ctx = k;
+}
+
+/* Begins the life of a conversation over k->tp in the workspace. */
+static ra_status ra__talk_open(ra__talk *k, const ra__client *client, int32_t ranks, ra_error *e) {
+    ra_transport *tp = &k->tp;
+    k->client = client;
+    k->of = k->base;
+    if (!k->rd.quiesce_ns) k->rd.quiesce_ns = RA__QUIET_NS / 2;
+    const ra_status s = k->has_transport ? ra__link_open(&k->link, tp, k->rank, ranks, e) : RA_OK;
+    if (s) return s;
+    ra__talk_bind(k);
+    if (k->has_transport && tp->reg && tp->reg(tp->ctx, k->base, (size_t)k->bytes, &k->mr))
+        k->mr = NULL;
+    return RA_OK;
+}
+
+/* Ends it, and frees the workspace. RA_E_UNSAFE: the transport may still touch the buffers. */
+static ra_status ra__talk_close(ra__talk *k) {
+    (void)ra__talk_finish(k, RA_NO_DEADLINE);
+    if (k->unsafe) return RA_E_UNSAFE;
+    ra__link_close(&k->link);
+    if (k->mr && k->tp.dereg) (void)k->tp.dereg(k->tp.ctx, k->mr);
+    const ra_allocator a = k->rd.allocator;
+    for (ra__more *next, *more = k->more; more; more = next) {
+        next = more->next;
+        ra__free(&a, more, (size_t)more->bytes);
+    }
+    if (!k->rd.workspace) ra__free(&a, k->base, (size_t)k->bytes);
+    return RA_OK;
+}
+
+/* How a message has ended: 1 well, 0 not yet, RA_E_*: not well, or with another length. */
+static int ra__op_ended(const ra_transport_op *op) {
+    if (op->state < 0 || op->state > RA_MSG_DONE) return ra__talk_code(op->state);
+    if (op->state != RA_MSG_DONE) return 0;
+    return op->done && op->done != op->len ? (int)RA_E_TRUNC : 1;
+}
+
+/* Checks that the message of op begins with the frame that is due, and has the checksum that this
+ * says; otherwise the pass fails. */
+static ra_status ra__talk_check(ra__talk *k, const ra_transport_op *op, const ra__frame *due,
+                                ra__cause why) {
+    ra_status s = ra__frame_check(op->buf, due, &k->differ);
+    if (s == RA_OK) ra__store_i32(&k->met, 1);
+    if (s == RA_OK && k->rd.checksums && !k->shared && op->len > RA__FRAME_BYTES &&
+        !ra__frame_holds(&k->pause, (const uint8_t *)op->buf, (int64_t)op->len)) {
+        ra__store_i32(&k->corrupt, 1);
         s = RA_E_PROTO;
     }
-    return s ? ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c)) : RA_OK;
+    return s ? ra__talk_fail(k, s, why) : RA_OK;
+}
+
+/* The pass fails because a message has not ended well. If only its length is wrong, and its frame
+ * has come and belongs to this pass, the failure names what the ranks disagree about. due: null if
+ * the message is sent. */
+static ra_status ra__talk_op_failed(ra__talk *k, const ra_transport_op *op, const ra__frame *due,
+                                    ra__cause why) {
+    const ra_status s = ra__op_ended(op);
+    ra__frame came;
+    if (op->state != RA_MSG_DONE) why.code = op->state;
+    else why.moved = (int64_t)op->done;
+    if (s != RA_E_TRUNC) return ra__talk_fail(k, s, why);
+    if (due && op->done >= RA__FRAME_BYTES && op->len >= RA__FRAME_BYTES) {
+        memcpy(&came, op->buf, sizeof came);
+        if (came.pass == due->pass && ra__frame_check(op->buf, due, &k->differ) == RA_E_MISMATCH)
+            return ra__talk_fail(k, RA_E_MISMATCH, why);
+    }
+    return ra__talk_fail(k, RA_E_TRUNC, why);
+}
+
+/* -------------------------------------------------------------------------- passes */
+/* Takes the turn for a pass, unless another one has it. If the network has failed, that is the
+ * reason: there is no need to wait for the other pass. */
+static ra_status ra__talk_turn(ra__talk *k, const ra_transport *t, ra_error *e) {
+    if (ra__tp_turn(t)) return RA_OK;
+    const ra_status failure = ra__tp_failure(t);
+    if (failure)
+        return ra__refuse(e, failure, "transport",
+                          "failed in a pass of another ring or cache of this rank; here # ended",
+                          k->pass);
+    return ra__refuse(e, RA_E_BUSY, "transport",
+                      "carries a pass of another ring or cache of this rank; here # ended",
+                      k->pass);
+}
+
+/* Begins a pass on a transport that has sendrecv alone; k->left counts its messages. */
+static void ra__talk_begin_link(ra__talk *k, int64_t deadline_ns) {
+    const int64_t left = ra__talk_left(k, deadline_ns, INT64_MAX);
+    ra__link_begin(&k->link, k->left, deadline_ns ? ra__talk_until(left) : 0,
+                   k->client->patience(k->of));
+}
+
+RA__INLINE ra__slot *ra__talk_slot(const ra__talk *k, int64_t i) {
+    return (ra__slot *)(void *)(k->slots + (size_t)i * k->slot_bytes);
+}
+
+/* The pass that is prepared runs from now on. */
+static void ra__talk_start(ra__talk *k, int64_t deadline_ns) {
+    for (int32_t i = 0; i < k->threads; i++) {
+        ra__store_i32(&ra__talk_slot(k, i)->taken, 0);
+        ra__store_i64(&ra__talk_slot(k, i)->held, RA__NONE);
+    }
+    k->deadline = deadline_ns;
+    k->begin_ns = ra__talk_now(k);
+    ra__store_i64(&k->progress_ns, k->begin_ns);
+    ra__store_i64(&k->looked_ns, k->begin_ns);
+    ra__talk_event_plain(k, RA_EV_BEGIN, k->begin_ns, RA_OK);
+    ra__store_i32(&k->state, RA_RING_RUNNING);
+}
+
+/* 0: the pass has failed. Otherwise it has done everything, and ends: last callbacks may run until
+ * ra__talk_ended. Under comm. */
+static int ra__talk_ends(ra__talk *k) {
+    if (!ra__cas_i32(&k->state, RA_RING_RUNNING, RA__RING_ENDING)) return 0;
+    ra__store_i32(&k->met, 1);
+    ra__talk_event_plain(k, RA_EV_PASS, k->begin_ns, RA_OK);
+    return 1;
+}
+
+static void ra__talk_ended(ra__talk *k) {
+    ra__tp_rest(&k->tp);
+    ra__store_i32(&k->state, RA_RING_IDLE);
+    (void)ra__add_i64(&k->events, 1);
+}
+
+/* -------------------------------------------------------------------------- threads */
+enum { RA__ANY_THREAD = 1 };           /* as ith: a thread that may be any */
+
+/* 1: thread ith may call the transport. */
+static int ra__talk_may(const ra__talk *k, int ith) {
+    return ith == 0 || !k->has_transport || (k->tp.caps & RA_CAP_ANY_THREAD);
+}
+
+/* A round of communication between two pieces of a step, if the last poll was long ago and no other
+ * thread holds comm. How it ends is noticed in the next step. */
+static void ra__talk_round_if_due(ra__talk *k) {
+    if (!ra__talk_poll_due(k) || !ra__cas_i32(&k->comm, 0, 1)) return;
+    if (ra__load_i32(&k->state) == RA_RING_RUNNING) (void)k->client->round(k->of, 0);
+    ra__store_i32(&k->comm, 0);
+}
+
+/* The same between two calls of a kernel, with the floating-point state of the caller restored. */
+static void ra__slot_pause(void *ctx) {
+    const ra__slot *slot = (const ra__slot *)ctx;
+    ra__fp_leave(&slot->mode);
+    ra__talk_round_if_due(slot->talk);
+    (void)ra__fp_enter();
+}
+
+static ra__between ra__slot_between(ra__slot *slot) {
+    const ra__between x = { slot->polls ? ra__slot_pause : NULL, slot };
+    return x;
+}
+
+/* Takes a slot for thread ith: its own, otherwise one without work, otherwise any. There is one for
+ * each thread inside. Null: another thread was faster. */
+static ra__slot *ra__slot_take(ra__talk *k, int ith) {
+    const int32_t n = ra__load_i32(&k->threads);
+    for (int32_t i = 0; i < 2 * n; i++) {
+        ra__slot *slot = ra__talk_slot(k, (ith + i) % n);
+        const int busy = ra__load_i32(&slot->taken) ||
+                         (i > 0 && i < n && ra__load_i64(&slot->held) != RA__NONE);
+        if (busy || !ra__cas_i32(&slot->taken, 0, 1)) continue;
+        ra__store_i32(&slot->idle, 0);
+        return slot;
+    }
+    return NULL;
+}
+
+/* Takes a slot whose thread has not returned to its work. *more: some slot was left too recently to
+ * take. */
+static ra__slot *ra__slot_adopt(ra__talk *k, int *more) {
+    for (int32_t i = 0; i < ra__load_i32(&k->threads); i++) {
+        ra__slot *slot = ra__talk_slot(k, i);
+        if (ra__load_i32(&slot->taken) || ra__load_i64(&slot->held) == RA__NONE) continue;
+        *more = 1;
+        if (ra__add_i32(&slot->idle, 1) < RA__PATIENT || !ra__cas_i32(&slot->taken, 0, 1)) continue;
+        if (ra__load_i64(&slot->held) != RA__NONE) return slot;
+        ra__store_i32(&slot->taken, 0);
+    }
+    return NULL;
+}
+
+/* Does a step of the work of a slot. */
+static ra_status ra__slot_work(ra__talk *k, ra__slot *slot, int ith) {
+    slot->talk = k;
+    slot->polls = ra__talk_may(k, ith) && k->pause.call;
+    slot->mode = ra__fp_enter();
+    ra__fp_leave(&slot->mode);
+    return k->client->work(k->of, slot, ith);
+}
+
+/* A step of a pass without checks of arguments. */
+static ra_status ra__talk_step(ra__talk *k, int ith) {
+    ra_status s = RA_AGAIN;
+    const int computes = ith < ra__load_i32(&k->threads);  /* otherwise it has no slot */
+    int moved = 0;
+    if (ra__load_i32(&k->state) == RA_RING_IDLE) return RA_OK;
+    if ((s = ra__talk_alarm(k)) != RA_OK) return s;
+    if (ra__talk_may(k, ith) && ra__cas_i32(&k->comm, 0, 1)) {
+        if (ra__load_i32(&k->state) == RA_RING_RUNNING)    /* it ends only under comm */
+            moved = k->client->round(k->of, computes);
+        ra__store_i32(&k->comm, 0);
+        if (moved < 0) return moved;
+    }
+    if (ra__load_i32(&k->state) == RA_RING_IDLE) return RA_OK;
+    if (!computes) return moved ? RA_AGAIN : RA_WAIT;
+    ra__slot *slot = ra__slot_take(k, ith);
+    if (!slot) return RA_AGAIN;
+    s = RA_AGAIN;
+    if (ra__load_i64(&slot->held) == RA__NONE) s = k->client->claim(k->of, slot, &moved);
+    if (s == RA_WAIT) {
+        ra__store_i32(&slot->taken, 0);
+        slot = ra__slot_adopt(k, &moved);
+        if (!slot && ra__load_i32(&k->state) == RA_RING_IDLE) return RA_OK;
+        if (!slot) return moved ? RA_AGAIN : s;
+    }
+    if (ra__load_i64(&slot->held) != RA__NONE) s = ra__slot_work(k, slot, ith);
+    ra__store_i32(&slot->taken, 0);
+    return s;
+}
+
+/* The same. All threads return the same failure; RA_AGAIN while another one still records it. */
+static ra_status ra__talk_step_agreed(ra__talk *k, int ith) {
+    const ra_status s = ra__talk_step(k, ith), failed = s < 0 ? ra__load_i32(&k->failed) : RA_OK;
+    return s >= 0 ? s : failed ? failed : RA_AGAIN;
+}
+
+/* Once no thread is inside a failed call, announces that this rank reads no memory of others any
+ * more, so that they need not wait for its ra_finish or the end of its cache. It does not wait for
+ * them. The last thread to leave calls it, and so does a thread that held comm without being
+ * inside. It looks for the failure before it looks for threads: one that enters later sees the
+ * failure too and reads nothing. tests/crew.pml is a model of it. */
+static void ra__talk_part(ra__talk *k) {
+    const ra_transport *shared = k->shared;
+    if (!shared || !ra__load_i32(&k->failed) || ra__add_i32(&k->inside, 0)) return;
+    if (!ra__cas_i32(&k->comm, 0, 1)) return;
+    if (!k->parted) (void)shared->quiesce(shared->ctx, 1);
+    k->parted = 1;
+    ra__store_i32(&k->comm, 0);
+}
+
+static void ra__talk_leave(ra__talk *k) {
+    if (ra__add_i32(&k->inside, -1) == 1) ra__talk_part(k);
+}
+
+/* ra_step and ra_infer_step. A thread counts itself as inside before it reads the state of the
+ * pass, because a pass is not begun while a thread is inside. */
+static ra_status ra__talk_call(ra__talk *k, int ith, const char *field) {
+    ra_status s;
+    (void)ra__add_i32(&k->inside, 1);
+    if (!ra__load_i64(&k->pass))
+        s = ra__refuse(&k->refusal, RA_E_STATE, field, "is 0: no pass has begun", 0);
+    else if (ith < 0)
+        s = ra__refuse(&k->refusal, RA_E_RANGE, "ith", "# is negative", ith);
+    else
+        s = ra__talk_step_agreed(k, ith);
+    ra__talk_leave(k);
+    return s;
+}
+
+/* Sleeps in the transport if thread ith may, otherwise for 100 us. */
+static void ra__talk_wait(ra__talk *k, int ith, int64_t deadline_ns) {
+    const int64_t slice =
+        ra__talk_left(k, deadline_ns, ra__load_i32(&k->threads) > 1 ? 200000 : 2000000);
+    if (k->has_transport && k->tp.wait && ra__talk_may(k, ith) && ra__cas_i32(&k->comm, 0, 1)) {
+        const int live = ra__load_i32(&k->state) == RA_RING_RUNNING;   /* as long as comm is held */
+        const int n = live ? k->client->list(k->of) : 0;
+        const int code = n ? k->tp.wait(k->tp.ctx, k->list, n, ra__talk_until(slice)) : RA_OK;
+        if (code < 0) (void)ra__talk_broken(k, code);
+        (void)ra__add_i32(&k->comm, -1);                   /* before it reads `inside` */
+        ra__talk_part(k);
+        if (n || !live) return;
+    }
+    ra__sleep_ns(100000);
+}
+
+/* -------------------------------------------------------------------------- tickets */
+/* Under `join`: notes how the beginning of a ticket ended. */
+static void ra__ticket_begun(ra__tickets *t, int64_t ticket, ra_status s) {
+    const int64_t n = t->refusals, i = n % RA__REFUSALS;
+    ra__store_i32(&t->status, s);
+    if (s && n >= RA__REFUSALS) t->forgotten = t->refused[i];
+    if (s) {
+        t->refused[i] = ticket;
+        t->refused_status[i] = s;
+        ra__store_i64(&t->refusals, n + 1);
+    }
+    ra__store_i64(&t->last, ticket);
+}
+
+/* How the call of an earlier ticket ended. */
+static ra_status ra__ticket_late(ra__talk *k, int64_t ticket, ra_error *e) {
+    ra__tickets *t = &k->tickets;
+    ra_status s = ra__load_i32(&k->failed);
+    if (s || !ra__load_i64(&t->refusals)) return s;
+    if (!ra__cas_i32(&t->join, 0, 1)) return RA_WAIT;
+    if (ticket <= t->forgotten)
+        s = ra__refuse(e, RA_E_STATE, "job.ticket",
+                       "# is too old: too many tickets have been refused since", ticket);
+    for (int64_t i = 0; i < ra__min(t->refusals, RA__REFUSALS); i++)
+        if (t->refused[i] == ticket) s = t->refused_status[i];
+    ra__store_i32(&t->join, 0);
+    return s;
+}
+
+static ra_status ra__ticket_check(uint64_t ticket, int ith, ra_error *e) {
+    if (!ticket || ticket > INT64_MAX)
+        return ra__refuse(e, RA_E_RANGE, "job.ticket", "must be 1 or more; as signed it is #",
+                          (int64_t)ticket);
+    if (ith < 0) return ra__refuse(e, RA_E_RANGE, "ith", "# is negative", ith);
+    return RA_OK;
+}
+
+/* The first thread with a new ticket begins, if no thread is inside the call before. It sets `join`
+ * and reads `inside`; the others set `inside` and read `join`. */
+static ra_status ra__join_begin(ra__talk *k, uint64_t ticket, const void *job,
+                                ra_status (*begin)(void *of, const void *job)) {
+    ra_status s = RA_WAIT;
+    if (!ra__cas_i32(&k->tickets.join, 0, 1)) return RA_WAIT;
+    if (ra__load_i64(&k->tickets.last) >= (int64_t)ticket) {
+        s = RA_AGAIN;
+    } else if (ra__load_i32(&k->failed)) {
+        s = ra__load_i32(&k->failed);
+    } else if (!ra__add_i32(&k->inside, 0) && ra__load_i32(&k->state) == RA_RING_IDLE) {
+        s = begin(k->of, job);
+        ra__ticket_begun(&k->tickets, (int64_t)ticket, s);
+    }
+    ra__store_i32(&k->tickets.join, 0);
+    return s;
+}
+
+/* ra_join and ra_infer_join: how the first thread begins the call, and a step of it. */
+static ra_status ra__talk_join(ra__talk *k, uint64_t ticket, const void *job, int ith,
+                               ra_status (*begin)(void *of, const void *job)) {
+    ra__tickets *t = &k->tickets;
+    ra_status s = ra__ticket_check(ticket, ith, &k->refusal);
+    if (s) return s;
+    if ((int64_t)ticket < ra__load_i64(&t->last))
+        return ra__ticket_late(k, (int64_t)ticket, &k->refusal);
+    if ((int64_t)ticket > ra__load_i64(&t->last)) {
+        s = ra__join_begin(k, ticket, job, begin);
+        if (s) return s;
+    }
+    (void)ra__add_i32(&k->inside, 1);
+    if (ra__add_i32(&t->join, 0)) {
+        s = RA_WAIT;
+    } else if (ra__load_i64(&t->last) != (int64_t)ticket) {
+        s = ra__ticket_late(k, (int64_t)ticket, &k->refusal);
+    } else {
+        s = ra__load_i32(&t->status);
+        if (!s) s = ra__talk_step_agreed(k, ith);
+    }
+    ra__talk_leave(k);
+    return s;
+}
+
+/* ========================================================================== RING
+ * The pass of one rank as a state machine, of which a call does one bounded step. In: a plan, a
+ * transport, the tensors of a call. Out: outputs and counters, or one failure.
+ *
+ * Threads. No thread waits for a lock. A thread that talks to the transport holds `comm`, one that
+ * takes a task holds `sched`, and one that finds them taken does something else; threads compute
+ * without either. A task (query rows x heads) folds the entries of the fold list in order. Tasks
+ * are handed out entry by entry, so each row meets the chunks in the order of the plan, whichever
+ * thread computes it.
+ *
+ * Buffers. Receive i uses buffer i mod n and is posted when all tasks have folded receive i - n and
+ * it has been sent on. Own chunks are packed into separate buffers, so they never delay a chunk
+ * that is on its way. With RA_CAP_SHARED a message is a frame and an address record, and a chunk is
+ * "folded" when its owner's memory is no longer read here. */
+
+/* -------------------------------------------------------------------------- frames */
+/* How many ranks after the owner of chunk c a rank is, in the direction of travel. */
+static int32_t ra__ring_hop_at(const ra_ring *r, int64_t c, int32_t rank) {
+    return ra__ranks_along(r->plan, r->lists->direction, r->lists->chunk[c].owner, rank);
+}
+
+/* The hop of a message as events and failures name it. What an owner receives has come all the way
+ * around. -1: it has none. */
+static int32_t ra__ring_event_hop(const ra_ring *r, int64_t c, int32_t receiver) {
+    if (c < 0 || receiver < 0 || r->talk.survivor) return -1;
+    int32_t hop = ra__ring_hop_at(r, c, receiver);
+    return hop ? hop : r->ranks;
+}
+
+/* A message of a chunk (negative: of none) to or from a peer of the transport. */
+static ra__cause ra__ring_cause(const ra_ring *r, int32_t peer, int sending, int64_t chunk) {
+    ra__cause x = ra__cause_of(&r->talk, peer, sending);
+    x.chunk = ra__max(chunk, -1);
+    x.hop = ra__ring_event_hop(r, chunk, sending ? peer : r->rank);
+    return x;
+}
+
+/* Sets what the frames of this pass contain. Under `comm`, in its first round of communication,
+ * because some of these values are data and ra_begin reads no data. */
+static void ra__ring_agree(ra_ring *r) {
+    const ra_ring_desc *rd = &r->talk.rd;
+    if (r->agreed_known) return;
+    r->agreed = ra__agree_call(r->plan, &r->t);
+    r->agreed.topic[RA__AGREE_MESSAGES] =
+        ra__hash_i64(r->agreed.topic[RA__AGREE_MESSAGES],
+                     rd->trust_plans | rd->checksums << 1 | rd->resumable << 2);
+    r->agreed.topic[RA__AGREE_TRAINING] =
+        ra__hash_i64(r->agreed.topic[RA__AGREE_TRAINING], r->lists->backward);
+    r->space = r->shared ? ra__address_space() : 0;
+    r->agreed_known = 1;
+}
+
+static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, int64_t chunk,
+                                int64_t length) {
+    ra__frame f = ra__frame_of(kind, origin, r->talk.pass,
+                               ra__hash_of(&r->agreed, sizeof r->agreed), length);
+    f.pass |= (int64_t)r->epoch << RA__EPOCH_BIT;
+    f.topics = ra__agreed_bytes(&r->agreed);
+    f.chunk = (int32_t)chunk;
+    f.sum[0] = r->space;
+    return ra__frame_sealed(f);
 }
 
 /* Slot of message i of a queue. */
@@ -18698,7 +19204,7 @@ static void ra__pack_seg(const ra_ring *r, uint8_t *to, ra__view from, const ra_
     for (int64_t at = 0; at < s->rows; at += RA_BLOCK_TOKENS) {
         ra__pack_rows(to + at * heads * bytes, ra__view_at(from, 0, s->row + at, 0),
                       ra__min(RA_BLOCK_TOKENS, s->rows - at), heads, bytes);
-        ra__between_pieces(&r->pause);
+        ra__between_pieces(&r->talk.pause);
     }
 }
 
@@ -18758,7 +19264,7 @@ static void ra__ring_op_event(ra_ring *r, const ra_transport_op *op, int posted,
     int32_t kind = sending ? RA_EV_SEND : RA_EV_RECV;
     if (posted) kind = sending ? RA_EV_POST_SEND : RA_EV_POST_RECV;
     else if (chunk < 0) kind = sending ? RA_EV_SEND_CONTROL : RA_EV_RECV_CONTROL;
-    e.peer = ra__ring_rank_of(r, op->peer);
+    e.peer = ra__talk_rank(&r->talk, op->peer);
     if (e.peer == r->rank) return;     /* as ra__queue_look */
     if (chunk >= 0) {
         e.chunk = chunk;
@@ -18768,7 +19274,7 @@ static void ra__ring_op_event(ra_ring *r, const ra_transport_op *op, int posted,
     }
     e.begin_ns = begin_ns;
     e.bytes = (int64_t)op->len;
-    ra__ring_event(r, kind, -1, &e);
+    ra__talk_event(&r->talk, kind, -1, &e);
 }
 
 /* 1: the messages of queue `which` are sent; 0: they are received. */
@@ -18813,15 +19319,15 @@ static ra_transport_op *ra__queue_post(ra_ring *r, int which, int32_t peer, int6
                                        int64_t length) {
     ra__queue *queue = &r->queue[which];
     ra_transport_op *op = ra__queue_op(queue, queue->posted);
-    const int64_t now = ra__ring_now(r);
+    const int64_t now = ra__talk_now(&r->talk);
     memset(op, 0, sizeof *op);
     op->kind = ra__queue_sends(which) ? RA_MSG_SEND : RA_MSG_RECV;
     op->channel = which >= RA__RETURNS && which < RA__ROLL_OUT;
     op->peer = peer;
-    op->tag = ra__tp_tag(&r->tp, c >= 0 ? c : c == RA__NOTICE ? r->pass : 0);
+    op->tag = ra__tp_tag(&r->talk.tp, c >= 0 ? c : c == RA__NOTICE ? r->talk.pass : 0);
     op->buf = buf;
     op->len = (size_t)length;
-    op->mr = r->mr;
+    op->mr = r->talk.mr;
     if (queue->ns) queue->ns[queue->posted % queue->slots] = now;
     queue->posted++;
     r->moves++;
@@ -18856,10 +19362,11 @@ static int ra__ring_recv_slot_free(const ra_ring *r, int64_t i) {
 /* Frees the buffers of receives that are no longer needed, in order, and releases lent memory. */
 static void ra__ring_release(ra_ring *r) {
     const ra__queue *queue = &r->queue[RA__RECEIVES];
+    const ra_transport *tp = &r->talk.tp;
     while (r->released < queue->done && ra__ring_recv_slot_free(r, r->released)) {
         ra_transport_op *op = ra__queue_op(queue, r->released);
         void *own = ra__queue_buf(queue, r->released);
-        if (op->buf != own && (r->tp.caps & RA_CAP_LOAN)) (void)r->tp.release(r->tp.ctx, op);
+        if (op->buf != own && (tp->caps & RA_CAP_LOAN)) (void)tp->release(tp->ctx, op);
         op->buf = own;
         r->released++;
     }
@@ -18868,12 +19375,12 @@ static void ra__ring_release(ra_ring *r) {
 /* The ops that may be pending, except those that notices or control messages may need. */
 static int64_t ra__ring_ops(const ra_ring *r) {
     const int64_t peers = r->shared ? (int64_t)r->ranks - 1 : ra__max(0, r->controls / 2 - 1);
-    return (int64_t)r->tp.max_ops - 2 * peers;
+    return (int64_t)r->talk.tp.max_ops - 2 * peers;
 }
 
 /* 1: the pass has a roll call. */
 RA__INLINE int ra__ring_rolls(const ra_ring *r) {
-    return r->rd.resumable && r->lists->rolls;
+    return r->talk.rd.resumable && r->lists->rolls;
 }
 
 /* 1: two ops are kept free for the roll call that comes against the direction of travel, so that it
@@ -18896,7 +19403,7 @@ static int64_t ra__queue_most(const ra_ring *r, int which) {
  * another: nothing is borrowed there, except by two ranks, which send nothing on. */
 static void ra__ring_more_receives(ra_ring *r) {
     const ra__queue *queue = &r->queue[RA__RECEIVES];
-    const int borrows = (r->tp.caps & RA_CAP_LOAN) && !r->lists->backward &&
+    const int borrows = (r->talk.tp.caps & RA_CAP_LOAN) && !r->lists->backward &&
                         (!r->plan->round || r->ranks == 2);
     while (ra__queue_open(queue, r->released, ra__queue_most(r, RA__RECEIVES))) {
         ra_transport_op *op = ra__queue_post_next(r, RA__RECEIVES);
@@ -18915,9 +19422,9 @@ static int ra__ring_may_send(const ra_ring *r, int64_t i) {
 /* Writes the checksums of chunk c in the message for this hop. Forward they hold for all hops. */
 static void ra__ring_seal(const ra_ring *r, int64_t c, int32_t hop, uint8_t *message) {
     const int64_t length = ra__ring_length(r, c, hop);
-    if (!r->rd.checksums || r->shared) return;
-    if (r->lists->backward) ra__frame_seal(&r->pause, message, length, length);
-    else ra__frame_seal(&r->pause, message,
+    if (!r->talk.rd.checksums || r->shared) return;
+    if (r->lists->backward) ra__frame_seal(&r->talk.pause, message, length, length);
+    else ra__frame_seal(&r->talk.pause, message,
                         ra__ring_length(r, c, ra__chunk_hops(&r->lists->chunk[c], 0)), length);
 }
 
@@ -18926,6 +19433,7 @@ static void ra__ring_seal(const ra_ring *r, int64_t c, int32_t hop, uint8_t *mes
 static void ra__ring_more_sends(ra_ring *r) {
     const ra__pass_lists *lists = r->lists;
     const ra__queue *queue = &r->queue[RA__SENDS];
+    const uint8_t *base = r->talk.base;
     const int64_t most = ra__queue_most(r, RA__SENDS);
     while (ra__queue_open(queue, queue->done, most) && ra__ring_may_send(r, queue->posted)) {
         int32_t c = lists->send[queue->posted].chunk, recv = lists->send[queue->posted].recv;
@@ -18936,7 +19444,7 @@ static void ra__ring_more_sends(ra_ring *r) {
         if (lists->backward || hop == 1) ra__ring_seal(r, c, hop, buf);
         ra_transport_op *op = ra__queue_post(r, RA__SENDS, to, c, buf, ra__ring_length(r, c, hop));
         op->channel = lists->backward && hop == r->ranks;
-        if (buf < r->base || buf >= r->base + r->bytes) op->mr = NULL; /* lent, not in reg */
+        if (buf < base || buf >= base + r->talk.bytes) op->mr = NULL;      /* lent, not in reg */
     }
 }
 
@@ -19013,13 +19521,14 @@ static int ra__ring_hello(ra_ring *r) {
 }
 
 /* Lists ops that have been posted and not taken, queue by queue, each in order. */
-static int ra__ring_list(const ra_ring *r) {
+static int ra__ring_list(void *of) {
+    const ra_ring *r = (const ra_ring *)of;
     int n = 0;
     for (int32_t k = 0; k < RA__QUEUES; k++)
         for (int64_t i = r->queue[k].done; i < r->queue[k].posted; i++)
-            r->list[n++] = ra__queue_op(&r->queue[k], i);
+            r->talk.list[n++] = ra__queue_op(&r->queue[k], i);
     for (int64_t i = 0; i < r->controls; i++)
-        if (r->control[i].kind) r->list[n++] = &r->control[i];
+        if (r->control[i].kind) r->talk.list[n++] = &r->control[i];
     return n;
 }
 
@@ -19036,11 +19545,12 @@ static int64_t ra__most_tiles(const ra_plan *p) {
 /* How long nothing may move while this rank waits: 60 s plus the time that a healthy neighbour may
  * compute, which is the most that any rank computes in a pass, at the speed of the threads here.
  * A slow last rank can hold up the first ones that long, which is not a failure. */
-static int64_t ra__ring_patience(ra_ring *r) {
+static int64_t ra__ring_patience(void *of) {
+    ra_ring *r = (ra_ring *)of;
     const ra_desc *d = &r->plan->d;
     const ra_ring_counters *c = &r->counters;
     int64_t done = ra__load_i64(&c->tiles_partial) + ra__load_i64(&c->tiles_full), ns;
-    if (r->rd.watchdog_ns) return r->rd.watchdog_ns;
+    if (r->talk.rd.watchdog_ns) return r->talk.rd.watchdog_ns;
     if (!ra__load_i64(&r->most_tiles))
         ra__store_i64(&r->most_tiles, ra__max(1, ra__most_tiles(r->plan)));
     ns = (int64_t)400 * (d->k_dim + d->v_dim);         /* a tile at 20 GFLOP/s */
@@ -19051,60 +19561,17 @@ static int64_t ra__ring_patience(ra_ring *r) {
 }
 
 /* The message that this rank waits for: the next one of the first queue that has not ended. */
-static ra__blame ra__ring_awaits(const ra_ring *r) {
+static ra__cause ra__ring_awaits(const void *of) {
+    const ra_ring *r = (const ra_ring *)of;
     int32_t hop;
-    if (r->survivor) return ra__blame_of(ra__load_i32(&r->awaited), 0, 0, -1);
+    if (r->talk.survivor) return ra__cause_of(&r->talk, ra__load_i32(&r->awaited), 0);
     for (int32_t k = 0; k < RA__QUEUES; k++) {
         const int64_t i = ra__load_i64(&r->queue[k].done);
         if (i < r->queue[k].total)
-            return ra__blame_of(ra__queue_peer(r, k, i, &hop), ra__queue_sends(k), 0,
-                                ra__queue_chunk(r, k, i));
+            return ra__ring_cause(r, ra__queue_peer(r, k, i, &hop), ra__queue_sends(k),
+                                  ra__queue_chunk(r, k, i));
     }
     return ra__nobody;
-}
-
-/* The transport itself has failed, with a code. */
-static ra_status ra__ring_fail_context(ra_ring *r, int code) {
-    const ra__link *u = r->tp.post == ra__link_post ? &r->link : NULL;
-    ra__blame why = ra__ring_awaits(r);
-    if (u && (u->peer[0] >= 0 || u->peer[1] >= 0)) {   /* a sendrecv with these two */
-        const int32_t to = u->peer[0], from = u->peer[1];
-        if (why.peer != (from >= 0 ? from : to) || why.sending != (from < 0))
-            why = ra__blame_of(from >= 0 ? from : to, from < 0, 0, -1);
-        if (to >= 0 && to != why.peer) why.to = to;
-    }
-    why.code = code;
-    return ra__ring_fail(r, ra__ring_code(code), why);
-}
-
-/* Posts what is idle and polls; after a failure it does neither. */
-static ra_status ra__ring_drive(ra_ring *r) {
-    int n = ra__ring_list(r), idle = 0, code = RA_OK;
-    if (ra__load_i32(&r->crew.state) != RA_RING_RUNNING)
-        return ra__ring_fail(r, RA_E_ABORTED, ra__nobody);
-    for (int i = 0; i < n; i++) idle |= r->list[i]->state == RA_MSG_IDLE;
-    if (idle) code = r->tp.post(r->tp.ctx, r->list, n);
-    if (code >= 0) code = r->tp.poll(r->tp.ctx, r->list, n);
-    ra__store_i64(&r->polled_ns, ra__ring_now(r));
-    if (code < 0) return ra__ring_fail_context(r, code);
-    return RA_OK;
-}
-
-static int ra__ring_poll_due(const ra_ring *r) {
-    return ra__time_since(ra__ring_now(r), ra__load_i64(&r->polled_ns)) >= RA__POLL_NS;
-}
-
-/* Of ra_ring.pause: polls if that is due. A failure is recorded, and noticed in the next round. */
-static void ra__ring_pause(void *ctx) {
-    ra_ring *r = (ra_ring *)ctx;
-    if (ra__ring_poll_due(r)) (void)ra__ring_drive(r);
-}
-
-/* The ring uses this transport from now on. */
-static void ra__ring_bind(ra_ring *r, const ra_transport *tp) {
-    r->tp = *tp;
-    r->pause.call = tp->post && !(tp->caps & RA__CAP_BLOCKS) ? ra__ring_pause : NULL;
-    r->pause.ctx = r;
 }
 
 /* The frame of the next message of a queue that receives: of chunk c, or of what
@@ -19117,33 +19584,15 @@ static ra__frame ra__ring_due(const ra_ring *r, int64_t c) {
                           ra__ring_length(r, c, 1));
 }
 
-/* A message has the wrong length, reported by `done` or by the transport. If its frame has come and
- * belongs to this pass, the failure names what the ranks disagree about. */
-static int ra__ring_fail_length(ra_ring *r, const ra_transport_op *op, int64_t chunk) {
-    const int sending = op->kind == RA_MSG_SEND;
-    ra__blame why = ra__blame_of(op->peer, sending, op->state < 0 ? op->state : 0, chunk);
-    if (op->state > 0) why.moved = (int64_t)op->done;
-    if (!sending && op->done >= RA__FRAME_BYTES && op->len >= RA__FRAME_BYTES) {
-        ra__frame due = ra__ring_due(r, chunk), came;
-        memcpy(&came, op->buf, sizeof came);
-        if (came.pass == due.pass &&
-            ra__frame_check(op->buf, &due, &r->differ) == RA_E_MISMATCH)
-            return ra__ring_fail(r, RA_E_MISMATCH, why);
-    }
-    return ra__ring_fail(r, RA_E_TRUNC, why);
-}
-
-/* Checks how one op has ended: 1 well, 0 not yet, negative: the pass has failed. chunk: what a
- * failure names; negative: no chunk. */
+/* Checks how an op has ended: 1 well, 0 not yet, negative: the pass has failed. chunk: as in
+ * ra__ring_due. */
 static int ra__ring_op_done(ra_ring *r, const ra_transport_op *op, int64_t chunk) {
-    int sending = op->kind == RA_MSG_SEND;
-    if (op->state == RA_E_TRUNC) return ra__ring_fail_length(r, op, chunk);
-    if (op->state < 0 || op->state > RA_MSG_DONE)
-        return ra__ring_fail(r, ra__ring_code(op->state),
-                             ra__blame_of(op->peer, sending, op->state, chunk));
-    if (op->state != RA_MSG_DONE) return 0;
-    if (op->done && op->done != op->len) return ra__ring_fail_length(r, op, chunk);
-    return 1;
+    const int ended = ra__op_ended(op), sending = op->kind == RA_MSG_SEND;
+    ra__frame due;
+    if (ended >= 0) return ended;
+    if (!sending) due = ra__ring_due(r, chunk);
+    return ra__talk_op_failed(&r->talk, op, sending ? NULL : &due,
+                              ra__ring_cause(r, op->peer, sending, chunk));
 }
 
 /* Checks the next message of a queue, chunk c as in ra__ring_due: 1 done and as it should be, 0 not
@@ -19155,13 +19604,14 @@ static int ra__queue_look(ra_ring *r, const ra__queue *queue, int64_t c) {
     if ((done = ra__ring_op_done(r, op, c)) <= 0) return done;
     int sending = op->kind == RA_MSG_SEND;
     if (!sending) {
-        ra__frame due = ra__ring_due(r, c);
-        ra_status s = ra__ring_check(r, op, &due, c);
+        const ra__frame due = ra__ring_due(r, c);
+        ra_status s = ra__talk_check(&r->talk, op, &due, ra__ring_cause(r, op->peer, 0, c));
         if (s) return s;
     }
-    if (ra__ring_rank_of(r, op->peer) == r->rank) return 1;    /* fetched again: no message */
+    if (ra__talk_rank(&r->talk, op->peer) == r->rank) return 1;    /* fetched again: no message */
     if (c >= 0) (void)ra__add_i64(sending ? &r->counters.chunks_out : &r->counters.chunks_in, 1);
-    ra__ring_op_event(r, op, 0, c, queue->ns ? queue->ns[queue->done % queue->slots] : r->begin_ns);
+    ra__ring_op_event(r, op, 0, c,
+                      queue->ns ? queue->ns[queue->done % queue->slots] : r->talk.begin_ns);
     if (c >= RA__NOTICE)
         (void)ra__add_i64(sending ? &r->counters.bytes_out : &r->counters.bytes_in,
                           (int64_t)op->len);
@@ -19225,7 +19675,7 @@ static void ra__ring_return_over(const ra_ring *r, int64_t i) {
     ra__chunk some;
     for (int32_t h = 0; h < d->kv_heads; h++) {
         ra__ring_grad_views(d, c, sums, h, &g);
-        for (int64_t at = 0; at < rows; ra__between_pieces(&r->pause)) {
+        for (int64_t at = 0; at < rows; ra__between_pieces(&r->talk.pause)) {
             at += ra__grads_rows(c, &g, at, &some, &part);
             ra__grads_finish(&r->back, &some, h, r->d_kv, &part);
         }
@@ -19266,7 +19716,7 @@ static void ra__ring_pulse(ra_ring *r) {
     if (computed != r->computed_seen)
         for (int32_t i = 0; i < r->queue[RA__NOTICES_OUT].total; i++)
             if (r->owner_alive[i]) (void)ra__add_i64(r->owner_alive[i], 1);
-    if (alive != r->alive_seen) ra__store_i64(&r->progress_ns, ra__ring_now(r));
+    if (alive != r->alive_seen) ra__store_i64(&r->talk.progress_ns, ra__talk_now(&r->talk));
     r->computed_seen = computed;
     r->alive_seen = alive;
 }
@@ -19287,13 +19737,13 @@ static int ra__ring_comm(ra_ring *r) {
     int64_t before = r->moves;
     ra__ring_agree(r);
     if (ra__ring_hello(r)) ra__ring_more(r);
-    ra_status s = ra__ring_drive(r);
+    ra_status s = ra__talk_drive(&r->talk);
     for (int which = 0; which < RA__QUEUES && !s; which++)
         s = ra__ring_take(r, which);
     if (s) return s;
     ra__ring_release(r);
     if (r->moves == before) return 0;
-    ra__ring_note_progress(r);
+    ra__talk_note_progress(&r->talk);
     return 1;
 }
 
@@ -19305,47 +19755,21 @@ static int ra__ring_all_messages_done(const ra_ring *r) {
            r->returns_folded == r->queue[RA__RETURNS].total;
 }
 
-/* A round of communication of any pass, also a resumed one. */
-static int ra__ring_round(ra_ring *r) {
-    return r->resumed_comm ? r->resumed_comm(r) : r->has_transport ? ra__ring_comm(r) : 0;
-}
-
-/* The same between two pieces of a step, if the last poll was long ago and no other thread holds
- * `comm`. How it ends is noticed in the next step. */
-static void ra__ring_round_if_due(void *ctx) {
-    ra_ring *r = (ra_ring *)ctx;
-    if (!ra__ring_poll_due(r) || !ra__cas_i32(&r->crew.comm, 0, 1)) return;
-    if (ra__load_i32(&r->crew.state) == RA_RING_RUNNING) (void)ra__ring_round(r);
-    ra__store_i32(&r->crew.comm, 0);
-}
-
-/* The same between two calls of a kernel, with the floating-point state of the caller restored. */
-static void ra__ring_between(void *ctx) {
-    const ra__desk *desk = (const ra__desk *)ctx;
-    ra__fp_leave(&desk->mode);
-    ra__ring_round_if_due(desk->ring);
-    (void)ra__fp_enter();
-}
-
-static ra__between ra__desk_between(ra__desk *desk) {
-    const ra__between x = { desk->polls ? ra__ring_between : NULL, desk };
-    return x;
-}
-
 /* -------------------------------------------------------------------------- compute */
 /* Updates `folded`, the number of entries that every task has folded: no task holds an earlier
  * entry or will claim one. Under `sched`. */
 static void ra__ring_advance(ra_ring *r) {
     int64_t f = r->claim_fold;
     ra_event e = ra__event_none();
-    for (int32_t i = 0; i < r->plan->d.threads; i++) f = ra__min(f, ra__load_i64(&r->desk[i].fold));
+    for (int32_t i = 0; i < r->plan->d.threads; i++)
+        f = ra__min(f, ra__load_i64(&r->desk[i].slot.held));
     if (f <= r->folded) return;
     ra__store_i64(&r->folded, f);
     e.sequence = r->lists->fold[f - 1].sequence;
     e.chunk = r->lists->fold[f - 1].chunk;
     if (e.chunk >= 0) e.origin = r->lists->chunk[e.chunk].owner;
-    e.begin_ns = ra__ring_now(r);
-    ra__ring_event(r, RA_EV_FOLD, -1, &e);
+    e.begin_ns = ra__talk_now(&r->talk);
+    ra__talk_event(&r->talk, RA_EV_FOLD, -1, &e);
 }
 
 /* Backward, 1: an own chunk may start, because there is a buffer for its gradient. */
@@ -19389,7 +19813,7 @@ static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
         if (next < before) return 0;
         if (next == before) {
             desk->open = 0;
-            ra__store_i64(&desk->fold, f);
+            ra__store_i64(&desk->slot.held, f);
         }
         if (++r->claim_task == r->lists->task_begin[b + 1] - r->lists->task_begin[b]) {
             r->claim_task = 0;
@@ -19410,10 +19834,10 @@ static void ra__ring_count(ra_ring *r, const ra__tally *n, int64_t ns) {
  * a mark, and that one calls again. */
 static void ra__ring_progress(ra_ring *r) {
     const ra_ring_counters *c = &r->counters;
-    if (!r->rd.progress || ra__add_i32(&r->progress, 1)) return;
+    if (!r->talk.rd.progress || ra__add_i32(&r->progress, 1)) return;
     do {
         ra__store_i32(&r->progress, 1);
-        r->rd.progress(r->rd.progress_ctx,
+        r->talk.rd.progress(r->talk.rd.progress_ctx,
                        ra__load_i64(&c->tiles_partial) + ra__load_i64(&c->tiles_full),
                        ra__load_i64(&c->tiles_all));
     } while (!ra__cas_i32(&r->progress, 1, 0));
@@ -19425,19 +19849,19 @@ static void ra__ring_folded(ra_ring *r, int64_t f, const ra__tally *n, ra_event 
     e->chunk = chunk ? r->lists->fold[f].chunk : -1;
     e->origin = chunk ? chunk->owner : -1;
     e->tiles = ra__tally_seen(n);
-    ra__ring_count(r, n, ra__time_since(ra__ring_now(r), e->begin_ns));
-    ra__ring_event(r, RA_EV_TILE, e->thread, e);
-    e->begin_ns = ra__ring_now(r);
+    ra__ring_count(r, n, ra__time_since(ra__talk_now(&r->talk), e->begin_ns));
+    ra__talk_event(&r->talk, RA_EV_TILE, e->thread, e);
+    e->begin_ns = ra__talk_now(&r->talk);
 }
 
-/* The first entry from f on of a task's sequence that any of its rows may see; RA__NO_FOLD: none.
+/* The first entry from f on of a task's sequence that any of its rows may see; RA__NONE: none.
  * Counts the tiles of the entries that it skips. */
 static int64_t ra__fold_next(const ra_ring *r, const ra__fold_hand *h, int64_t f, ra__tally *n) {
     for (;; f++) {
         const ra__chunk *c = ra__entry_chunk(r, f);
         if (c && (r->work.any_position || ra__chunk_seen(c, &h->seen))) return f;
         if (c) n->tiles[RA__EMPTY] += h->t.count * ra__chunk_blocks(c);
-        if (r->lists->fold[f].last) return RA__NO_FOLD;
+        if (r->lists->fold[f].last) return RA__NONE;
     }
 }
 
@@ -19482,8 +19906,8 @@ static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e)
     }
     if (done) {
         h->x.block = 0;
-        h->next = r->lists->fold[f].last ? RA__NO_FOLD : ra__fold_next(r, h, f + 1, n);
-        if (h->next != RA__NO_FOLD) ra__store_i64(&desk->fold, h->next);
+        h->next = r->lists->fold[f].last ? RA__NONE : ra__fold_next(r, h, f + 1, n);
+        if (h->next != RA__NONE) ra__store_i64(&desk->slot.held, h->next);
     }
     ra__ring_folded(r, f, n, e);
     memset(n, 0, sizeof *n);
@@ -19505,7 +19929,7 @@ enum { RA__SERIES_LEAST = 1024 };
 static int32_t ra__fold_series(const ra_ring *r, int32_t recv) {
     const ra_desc *d = &r->plan->d;
     const int32_t few = RA__SERIES_LEAST / d->chunk_tokens;
-    const int waited_for = (r->tp.caps & RA_CAP_LOAN) && r->ranks > 2;
+    const int waited_for = (r->talk.tp.caps & RA_CAP_LOAN) && r->ranks > 2;
     if (!waited_for && recv + r->queue[RA__RECEIVES].slots >= r->lists->recvs) return INT32_MAX;
     return recv / (int32_t)ra__max(1, ra__max(d->buffers / 2, few));
 }
@@ -19531,21 +19955,21 @@ static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     int more = 1;
     if (!desk->open) ra__fold_open(r, desk, memory, &n);
     h->x.left = r->step_work;
-    h->x.between = ra__desk_between(desk);
+    h->x.between = ra__slot_between(&desk->slot);
     e->q_row = h->x.at[0].seg.row;
     const ra__seg *end = &h->x.at[h->t.count - 1].seg;
     e->q_rows = end->row + end->rows - e->q_row;
     e->head = h->x.at[0].head;
-    while (more && h->next != RA__NO_FOLD && ra__ring_inputs_ready(r, h->next) &&
+    while (more && h->next != RA__NONE && ra__ring_inputs_ready(r, h->next) &&
            ra__fold_joins(r, h))
         more = h->x.left > 0 && ra__fold_chunk(r, desk, &n, e);
     if (more) {
         if (n.tiles[RA__EMPTY]) ra__ring_folded(r, desk->claim.fold, &n, e);
         RA__OWN_FP ra__fp fp = ra__fp_enter();
-        if (h->next == RA__NO_FOLD) ra__fold_load(r, desk, h);
-        if (h->loaded) ra__task_save(&r->work, &h->t, &h->x, h->next == RA__NO_FOLD);
+        if (h->next == RA__NONE) ra__fold_load(r, desk, h);
+        if (h->loaded) ra__task_save(&r->work, &h->t, &h->x, h->next == RA__NONE);
         if (h->loaded) turn->begun = 1;
-        ra__store_i32(&turn->next, h->next == RA__NO_FOLD ? INT32_MAX
+        ra__store_i32(&turn->next, h->next == RA__NONE ? INT32_MAX
                                                           : r->lists->fold[h->next].index);
     }
     return more;
@@ -19637,7 +20061,7 @@ static int ra__back_keys(const ra_ring *r, ra__desk *desk, int last) {
         h->x.left -= RA__TILE_WORK;
         if (last) ra__grads_finish(&r->back, &c, h->s.t.kv_head, r->d_kv, &part);
         else ra__grads_clear(&r->plan->d, &c, &part);
-        if (desk->polls) ra__ring_round_if_due(desk->ring);
+        if (desk->slot.polls) ra__talk_round_if_due(desk->slot.talk);
     }
     return 1;
 }
@@ -19729,7 +20153,7 @@ static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     ra__back_hand *h = &desk->hand.back;
     if (!desk->open) ra__back_hand_open(r, desk, memory);
     h->x.left = r->step_work;
-    h->x.between = ra__desk_between(desk);
+    h->x.between = ra__slot_between(&desk->slot);
     while (h->stage < RA__STAGES && h->x.left > 0 && ra__back_stage(r, desk)) {
         h->stage++;
         h->at = 0;
@@ -19745,17 +20169,10 @@ static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     return done;
 }
 
-/* 1: thread ith may call the transport. */
-static int ra__ring_may_talk(const ra_ring *r, int ith) {
-    return ith == 0 || !r->has_transport || (r->tp.caps & RA_CAP_ANY_THREAD);
-}
-
-static int ra__ring_may_poll(const ra_ring *r, int ith) {
-    return ra__ring_may_talk(r, ith) && r->pause.call;
-}
-
 /* Computes the task in hand for one step. */
-static ra_status ra__ring_compute(ra_ring *r, int ith, ra__desk *desk) {
+static ra_status ra__ring_work(void *of, ra__slot *slot, int ith) {
+    ra_ring *r = (ra_ring *)of;
+    ra__desk *desk = (ra__desk *)(void *)slot;
     const ra_plan *p = r->plan;
     uint8_t *memory = r->scratch + r->scratch_bytes * (desk - r->desk);
     int64_t f = desk->claim.fold;
@@ -19763,157 +20180,66 @@ static ra_status ra__ring_compute(ra_ring *r, int ith, ra__desk *desk) {
     ra_event e = ra__event_none();
     e.sequence = r->lists->fold[f].sequence;
     e.thread = ith;
-    e.begin_ns = ra__ring_now(r);
-    desk->ring = r;
-    desk->polls = ra__ring_may_poll(r, ith);
-    desk->mode = ra__fp_enter();
-    ra__fp_leave(&desk->mode);
+    e.begin_ns = ra__talk_now(&r->talk);
     if (p->d.engine) code = ra__ring_engine(r, &desk->claim, &e, memory);
     else if (r->lists->backward) done = ra__ring_back(r, desk, &e, memory);
     else done = ra__ring_fold(r, desk, &e, memory);
     if (code) {
         ra__store_i32(&r->engine_failed, 1);           /* even if another failure is recorded */
-        return ra__ring_fail(r, RA_E_ENGINE, ra__blame_of(-1, -1, code, r->lists->fold[f].chunk));
+        ra__cause why = ra__nobody;
+        why.code = code;
+        why.chunk = ra__max(r->lists->fold[f].chunk, -1);
+        return ra__talk_fail(&r->talk, RA_E_ENGINE, why);
     }
-    if (done) ra__store_i64(&desk->fold, RA__NO_FOLD);
+    if (done) ra__store_i64(&desk->slot.held, RA__NONE);
     (void)ra__add_i64(&r->computed, 1);
-    ra__ring_note_progress(r);
+    ra__talk_note_progress(&r->talk);
     ra__ring_progress(r);
     return RA_AGAIN;
 }
 
-/* Takes a desk for thread ith: its own, otherwise one without a task in hand, otherwise any. There
- * is one for each thread inside. Null: another thread was faster. */
-static ra__desk *ra__desk_take(ra_ring *r, int ith) {
-    const int32_t n = ra__load_i32(&r->threads);
-    for (int32_t i = 0; i < 2 * n; i++) {
-        ra__desk *desk = &r->desk[(ith + i) % n];
-        int busy = ra__load_i32(&desk->taken) ||
-                   (i > 0 && i < n && ra__load_i64(&desk->fold) != RA__NO_FOLD);
-        if (busy || !ra__cas_i32(&desk->taken, 0, 1)) continue;
-        ra__store_i32(&desk->idle, 0);
-        return desk;
-    }
-    return NULL;
-}
-
-/* Takes a desk whose thread has not returned to its task. *more: some desk was left too recently to
- * take. */
-static ra__desk *ra__desk_adopt(ra_ring *r, int *more) {
-    for (int32_t i = 0; i < ra__load_i32(&r->threads); i++) {
-        ra__desk *desk = &r->desk[i];
-        if (ra__load_i32(&desk->taken) || ra__load_i64(&desk->fold) == RA__NO_FOLD) continue;
-        *more = 1;
-        if (ra__add_i32(&desk->idle, 1) < RA__PATIENT || !ra__cas_i32(&desk->taken, 0, 1)) continue;
-        if (ra__load_i64(&desk->fold) != RA__NO_FOLD) return desk;
-        ra__store_i32(&desk->taken, 0);
-    }
-    return NULL;
-}
-
 /* Ends a pass that has done everything, unless it has failed. Under `comm`. */
 static void ra__ring_complete(ra_ring *r) {
-    if (!ra__cas_i32(&r->crew.state, RA_RING_RUNNING, RA__RING_ENDING)) return;
-    ra__store_i32(&r->met, 1);
-    ra__ring_event_plain(r, RA_EV_PASS, r->begin_ns, RA_OK);
+    if (!ra__talk_ends(&r->talk)) return;
     ra__ring_progress(r);
-    ra__tp_rest(&r->tp);
-    ra__store_i32(&r->crew.state, RA_RING_IDLE);
-    (void)ra__add_i64(&r->events, 1);
+    ra__talk_ended(&r->talk);
 }
 
-/* Checks the deadline, the watchdog, cancellation, and whether another thread has recorded a
- * failure. */
-static ra_status ra__ring_alarm(ra_ring *r) {
-    if (ra__load_i32(&r->crew.failed)) return ra__load_i32(&r->crew.failed);
-    if (ra__load_i32(&r->cancelled))
-        return ra__ring_fail(r, RA_E_CANCELLED, ra__nobody);
-    int64_t now = ra__ring_now(r);
-    int64_t looked = ra__load_i64(&r->looked_ns);
-    ra__store_i64(&r->looked_ns, now);
-    if (r->deadline && now > r->deadline) return ra__ring_fail(r, RA_E_TIMEOUT, ra__ring_awaits(r));
-    int64_t quiet = ra__time_since(now, ra__load_i64(&r->progress_ns));
-    if (!r->has_transport || quiet <= (r->rd.watchdog_ns ? r->rd.watchdog_ns : RA__QUIET_NS))
-        return RA_OK;
-    int64_t patience = ra__ring_patience(r);
-    if (ra__time_since(now, looked) > patience)
-        ra__store_i64(&r->progress_ns, now);   /* no thread was inside to see progress */
-    else if (quiet > patience) return ra__ring_fail(r, RA_E_PEER, ra__ring_awaits(r));
-    return RA_OK;
-}
-
-/* All threads return the same failure. RA_AGAIN while another thread still records it. */
-static ra_status ra__crew_agree(const ra__crew *w, ra_status s) {
-    ra_status failed = s < 0 ? ra__load_i32(&w->failed) : RA_OK;
-    return s >= 0 ? s : failed ? failed : RA_AGAIN;
-}
-
-/* Once no thread is inside a failed call, announces that this rank reads no memory of others any
- * more, so that they need not wait for its ra_finish or the end of its cache. It does not wait for
- * them. The last thread to leave calls it, and so does a thread that held `comm` without being
- * inside. It looks for the failure before it looks for threads: one that enters later sees the
- * failure too and reads nothing. tests/crew.pml is a model of it. */
-static void ra__crew_announce(ra__crew *w) {
-    const ra_transport *shared = w->shared;
-    if (!shared || !ra__load_i32(&w->failed) || ra__add_i32(&w->inside, 0)) return;
-    if (!ra__cas_i32(&w->comm, 0, 1)) return;
-    if (!w->parted) (void)shared->quiesce(shared->ctx, 1);
-    w->parted = 1;
-    ra__store_i32(&w->comm, 0);
-}
-
-static void ra__crew_leave(ra__crew *w) {
-    if (ra__add_i32(&w->inside, -1) == 1) ra__crew_announce(w);
+/* A round of communication of any pass, also a resumed one, and the end of the pass. */
+static int ra__ring_round(void *of, int computes) {
+    ra_ring *r = (ra_ring *)of;
+    const int moved = r->resumed_comm ? r->resumed_comm(r)
+                                      : r->talk.has_transport ? ra__ring_comm(r) : 0;
+    (void)computes;
+    if (moved == 0 && ra__load_i64(&r->folded) == r->lists->folds && ra__ring_all_messages_done(r))
+        ra__ring_complete(r);
+    return moved;
 }
 
 /* Tries to claim a task for a desk: RA_WAIT if there is none, RA_AGAIN if there is one or another
  * thread is claiming. *moved: more entries are folded by all tasks. */
-static ra_status ra__ring_deal(ra_ring *r, ra__desk *desk, int *moved) {
+static ra_status ra__ring_claim_task(void *of, ra__slot *slot, int *moved) {
+    ra_ring *r = (ra_ring *)of;
     int claimed = 0;
     if (!ra__cas_i32(&r->sched, 0, 1)) return RA_AGAIN;
-    if (ra__load_i32(&r->crew.state) == RA_RING_RUNNING) {
+    if (ra__load_i32(&r->talk.state) == RA_RING_RUNNING) {
         int64_t before = r->folded;
-        claimed = ra__ring_claim(r, desk);
+        claimed = ra__ring_claim(r, (ra__desk *)(void *)slot);
         *moved |= r->folded != before;
     }
     ra__store_i32(&r->sched, 0);
     return claimed ? RA_AGAIN : RA_WAIT;
 }
 
-/* ra_step without the argument checks. */
-static ra_status ra__ring_step(ra_ring *r, int ith) {
-    ra_status s = RA_OK;
-    int moved = 0;
-    if (ra__load_i32(&r->crew.state) == RA_RING_IDLE) return RA_OK;
-    if ((s = ra__ring_alarm(r)) != RA_OK) return s;
-    if (ra__ring_may_talk(r, ith) && ra__cas_i32(&r->crew.comm, 0, 1)) {
-        int live = ra__load_i32(&r->crew.state) == RA_RING_RUNNING; /* it ends only under comm */
-        if (live) moved = ra__ring_round(r);
-        if (live && moved == 0 && ra__load_i64(&r->folded) == r->lists->folds &&
-            ra__ring_all_messages_done(r))
-            ra__ring_complete(r);
-        ra__store_i32(&r->crew.comm, 0);
-        if (moved < 0) return moved;
-    }
-    if (ra__load_i32(&r->meeting)) return moved ? RA_AGAIN : RA_WAIT;
-    if (ith >= ra__load_i32(&r->threads)) {            /* the plan has no memory for it */
-        if (ra__load_i32(&r->crew.state) == RA_RING_IDLE) return RA_OK;
-        return moved ? RA_AGAIN : RA_WAIT;
-    }
-    ra__desk *desk = ra__desk_take(r, ith);
-    if (!desk) return RA_AGAIN;
-    s = RA_AGAIN;
-    if (ra__load_i64(&desk->fold) == RA__NO_FOLD) s = ra__ring_deal(r, desk, &moved);
-    if (s == RA_WAIT) {
-        ra__store_i32(&desk->taken, 0);
-        desk = ra__desk_adopt(r, &moved);
-        if (!desk && ra__load_i32(&r->crew.state) == RA_RING_IDLE) return RA_OK;
-        if (!desk) return moved ? RA_AGAIN : s;
-    }
-    if (ra__load_i64(&desk->fold) != RA__NO_FOLD) s = ra__ring_compute(r, ith, desk);
-    ra__store_i32(&desk->taken, 0);
-    return s;
-}
+static const char *const ra__ring_topics[RA__AGREE_TOPICS + 1] = {
+    "sizes", "dtypes or arith", "mask", "layout", "scale, scores, alibi or sinks",
+    "forward or backward, gradients, dropout or seed",
+    "chunk_tokens, buffers, order, rates, trust_plans, checksums or resumable",
+    "the address space, although the transport declares RA_CAP_SHARED" };
+
+static const ra__client ra__ring_client = {
+    ra__ring_topics, ra__ring_list, ra__ring_round, ra__ring_awaits, ra__ring_patience,
+    ra__ring_claim_task, ra__ring_work };
 
 /* -------------------------------------------------------------------------- rings */
 static ra_status ra__ring_desc_check(const ra_ring_desc *rd) {
@@ -19930,7 +20256,7 @@ static ra_status ra__ring_desc_check(const ra_ring_desc *rd) {
 
 /* Lays out the workspace, which is large enough, for a pass of a plan. */
 static void ra__ring_lay_out(ra_ring *r, const ra_plan *p, int32_t pass) {
-    ra__arena a = { r->base, 0 };
+    ra__arena a = { r->talk.base, 0 };
     if (pass == RA_PASS_BACKWARD) (void)ra__ring_carve_back(&a, p, &p->sizes, r);
     else (void)ra__ring_carve(&a, p, &p->sizes, r);
     ra__store_i64(&r->counters.peak_bytes, a.used);
@@ -19960,24 +20286,20 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
                           "returned null for the # bytes of the workspace", bytes);
     ra_ring *r = (ra_ring *)(void *)base;
     memset(r, 0, sizeof *r);
-    r->base = base;
-    r->bytes = bytes;
-    r->rd = *rd;
-    r->has_transport = p->d.ranks > 1;
-    r->shared = shared;
-    r->crew.shared = shared ? &r->tp : NULL;
-    r->rank = p->d.rank;
+    r->talk.base = base;
+    r->talk.bytes = bytes;
+    r->talk.rd = *rd;
+    r->talk.tp = tp;
+    r->talk.has_transport = p->d.ranks > 1;
+    r->talk.rank = r->rank = p->d.rank;
     r->ranks = p->d.ranks;
+    r->shared = shared;
+    r->talk.shared = shared ? &r->talk.tp : NULL;
     r->counters.waiting_peer = -1;
-    if (!r->rd.quiesce_ns) r->rd.quiesce_ns = (int64_t)30 * 1000000000;
-    ra_status s = RA_OK;
-    if (r->has_transport) s = ra__link_open(&r->link, &tp, r->rank, r->ranks, e);
-    if (s && !rd->workspace) ra__free(&rd->allocator, base, (size_t)bytes);
-    if (s) return s;
-    ra__ring_bind(r, &tp);
-    if (r->has_transport && tp.reg && tp.reg(tp.ctx, base, (size_t)bytes, &r->mr)) r->mr = NULL;
-    *out = r;
-    return RA_OK;
+    const ra_status s = ra__talk_open(&r->talk, &ra__ring_client, r->ranks, e);
+    if (!s) *out = r;
+    else if (!rd->workspace) ra__free(&rd->allocator, base, (size_t)bytes);
+    return s;
 }
 
 RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
@@ -19997,19 +20319,7 @@ RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
 }
 
 RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring) {
-    if (!ring) return RA_OK;
-    if (ra__load_i32(&ring->crew.state) != RA_RING_IDLE || ra__load_i32(&ring->cancelled))
-        (void)ra_finish(ring, RA_NO_DEADLINE);
-    if (ring->unsafe) return RA_E_UNSAFE;
-    ra__link_close(&ring->link);
-    if (ring->mr && ring->tp.dereg) (void)ring->tp.dereg(ring->tp.ctx, ring->mr);
-    ra_allocator a = ring->rd.allocator;
-    for (ra__more *next, *more = ring->more; more; more = next) {
-        next = more->next;
-        ra__free(&a, more, (size_t)more->bytes);
-    }
-    if (!ring->rd.workspace) ra__free(&a, ring->base, (size_t)ring->bytes);
-    return RA_OK;
+    return ring ? ra__talk_close(&ring->talk) : RA_OK;
 }
 
 /* -------------------------------------------------------------------------- passes
@@ -20033,10 +20343,12 @@ static ra_status ra__begin_grads(ra_ring *r, const ra_plan *p, const ra_tensors 
 
 /* Checks a job against ring and plan, without its tensors. */
 static ra_status ra__begin_check_job(ra_ring *r, const ra_job *job) {
-    ra_error *e = &r->refusal;
+    ra_error *e = &r->talk.refusal;
+    const ra_transport *tp = &r->talk.tp;
+    const int64_t pass = r->talk.pass;
     const ra_plan *p = job ? job->plan : NULL;
-    const int back = job && job->pass == RA_PASS_BACKWARD;
-    ra_status s = ra__load_i32(&r->crew.failed);
+    const int has_transport = r->talk.has_transport, back = job && job->pass == RA_PASS_BACKWARD;
+    ra_status s = ra__load_i32(&r->talk.failed);
     if (!job) return ra__refuse(e, RA_E_NULL, "job", "is required", 0);
     if (!p) return ra__refuse(e, RA_E_NULL, "job.plan", "is required", 0);
     const int64_t bytes = back ? p->back.chunk_bytes : p->forward.chunk_bytes;
@@ -20046,21 +20358,21 @@ static ra_status ra__begin_check_job(ra_ring *r, const ra_job *job) {
     ra__constant(&x, "job.pass", job->pass, 0, RA_PASS_BACKWARD, "RA_PASS_#");
     ra__refuse_if(&x, back && !p->d.train, RA_E_SHAPE, "job.pass",
                   "RA_PASS_# needs a plan with train = 1", job->pass);
-    ra__refuse_if(&x, s != RA_OK, s, "ring", "has failed in its pass #: create a new one", r->pass);
-    ra__refuse_if(&x, ra__load_i32(&r->crew.state) != RA_RING_IDLE, RA_E_BUSY, "ring",
-                  "is still in its pass #", r->pass);
-    ra__refuse_if(&x, r->survivor != NULL, RA_E_STATE, "ring",
-                  "has resumed pass #: create a new one", r->pass);
-    ra__refuse_if(&x, r->quiet, RA_E_CANCELLED, "ring",
-                  "was cancelled and finished after its pass #: create a new one", r->pass);
+    ra__refuse_if(&x, s != RA_OK, s, "ring", "has failed in its pass #: create a new one", pass);
+    ra__refuse_if(&x, ra__load_i32(&r->talk.state) != RA_RING_IDLE, RA_E_BUSY, "ring",
+                  "is still in its pass #", pass);
+    ra__refuse_if(&x, r->talk.survivor != NULL, RA_E_STATE, "ring",
+                  "has resumed pass #: create a new one", pass);
+    ra__refuse_if(&x, r->talk.quiet, RA_E_CANCELLED, "ring",
+                  "was cancelled and finished after its pass #: create a new one", pass);
     ra__refuse_pair_if(&x, p->d.rank != r->rank || p->d.ranks != r->ranks, RA_E_SHAPE, "job.plan",
                        "is for rank # of @; the ring is for another rank or number of ranks",
                        p->d.rank, p->d.ranks);
-    ra__refuse_pair_if(&x, r->has_transport && bytes > (int64_t)r->tp.max_msg && !r->shared,
+    ra__refuse_pair_if(&x, has_transport && bytes > (int64_t)tp->max_msg && !r->shared,
                        RA_E_TRANSPORT, "job.plan",
                        "has chunks of # bytes, above the transport's max_msg, @", bytes,
-                       (int64_t)r->tp.max_msg);
-    return x.status || !r->has_transport || !back ? x.status : ra__tp_check_back(&r->tp, p, e);
+                       (int64_t)tp->max_msg);
+    return x.status || !has_transport || !back ? x.status : ra__tp_check_back(tp, p, e);
 }
 
 /* A shard has the rows of its rank: with more or less it was cut for another layout. */
@@ -20079,7 +20391,7 @@ static ra_status ra__begin_check_rows(const ra_desc *d, const ra_tensors *t,
 
 /* Checks a job and its tensors. */
 static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra__view kv[2]) {
-    ra_error *e = &r->refusal;
+    ra_error *e = &r->talk.refusal;
     ra_status s = ra__begin_check_job(r, job);
     if (s) return s;
     const ra_plan *p = job->plan;
@@ -20143,7 +20455,6 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     ra__store_i64(&c->tiles_empty, r->lists->unvisited);
     ra__store_i64(&c->tiles_all, all->tiles_partial + all->tiles_full);
     ra__store_i32(&c->waiting_peer, r->lists->recvs ? ra__ring_peer(r, -1) : -1);
-    ra__store_i64(&c->pass, r->pass);
     r->claim_fold = r->claim_task = 0;
     r->released = r->own_posted = 0;
     ra__store_i64(&r->own_sent, 0);
@@ -20155,12 +20466,8 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
         ra__store_i64(&r->queue[k].done, 0);
     }
     memset(r->turn, 0, (size_t)r->lists->task_begin[p->d.sequences] * sizeof *r->turn);
-    for (int32_t i = 0; i < p->d.threads; i++) {
-        ra__store_i32(&r->desk[i].taken, 0);
-        ra__store_i64(&r->desk[i].fold, RA__NO_FOLD);
-    }
     r->step_work = ra__step_work(&p->d, back);
-    ra__store_i64(&r->polled_ns, ra__ring_now(r));
+    ra__store_i64(&r->talk.polled_ns, ra__talk_now(&r->talk));
     if (back) ra__ring_stripe(r);
     for (int64_t i = 0; i < total[RA__NOTICES_OUT]; i++) r->owner_alive[i] = NULL;
 }
@@ -20173,26 +20480,14 @@ static void ra__begin_meet(ra_ring *r, const ra_plan *p, int32_t pass) {
     int32_t met = 0;
     for (int64_t i = 0; i < ra__min(r->met_count, RA__MET); i++) met |= r->met_with[i] == key;
     if (!met) r->met_with[r->met_count++ % RA__MET] = key;
-    ra__store_i32(&r->met, met);
-    r->greets = !met && r->has_transport && !r->rd.trust_plans;
-}
-
-/* Refuses a pass while another one has the turn. done: how many passes this ring or cache has had.
- * If the network has failed, that is the reason: there is no need to wait for the other pass. */
-static ra_status ra__crew_no_turn(ra_error *e, const ra_transport *t, int64_t done) {
-    const ra_status failure = ra__tp_failure(t);
-    if (failure)
-        return ra__refuse(e, failure, "transport",
-                          "failed in a pass of another ring or cache of this rank; here # ended",
-                          done);
-    return ra__refuse(e, RA_E_BUSY, "transport",
-                      "carries a pass of another ring or cache of this rank; here # ended", done);
+    ra__store_i32(&r->talk.met, met);
+    r->greets = !met && r->talk.has_transport && !r->talk.rd.trust_plans;
 }
 
 /* Notes the pass that has ended, before another one begins. */
 static void ra__begin_earlier(ra_ring *r) {
     ra__earlier *at = &r->earlier;
-    at->plan = r->plan && !ra__load_i32(&r->backward) ? r->plan : NULL;
+    at->plan = r->plan && !ra__load_i32(&r->talk.backward) ? r->plan : NULL;
     at->t = r->t;
     at->kv[0] = r->kv[0];
     at->kv[1] = r->kv[1];
@@ -20203,38 +20498,29 @@ static void ra__begin_earlier(ra_ring *r) {
 
 /* Counts the messages of a pass, for a transport that has sendrecv alone. */
 static void ra__begin_link(ra_ring *r, int64_t deadline_ns) {
-    const int64_t left = ra__ring_left(r, deadline_ns, INT64_MAX);
-    int32_t hop;
-    memset(r->left, 0, (size_t)r->ranks * sizeof *r->left);
+    int32_t hop, *left = r->talk.left;
+    memset(left, 0, (size_t)r->ranks * sizeof *left);
     for (int32_t k = 0; k < RA__QUEUES; k++)
-        for (int64_t i = 0; i < r->queue[k].total; i++)
-            r->left[ra__queue_peer(r, k, i, &hop)]++;
-    ra__link_begin(&r->link, r->left, deadline_ns ? ra__ring_until(left) : 0,
-                   ra__ring_patience(r));
-}
-
-/* The pass that is prepared runs from now on. */
-static void ra__ring_start(ra_ring *r, int64_t deadline_ns) {
-    r->deadline = deadline_ns;
-    r->begin_ns = ra__ring_now(r);
-    ra__store_i64(&r->progress_ns, r->begin_ns);
-    ra__store_i64(&r->looked_ns, r->begin_ns);
-    ra__ring_event_plain(r, RA_EV_BEGIN, r->begin_ns, RA_OK);
-    ra__store_i32(&r->crew.state, RA_RING_RUNNING);
+        for (int64_t i = 0; i < r->queue[k].total; i++) left[ra__queue_peer(r, k, i, &hop)]++;
+    ra__talk_begin_link(&r->talk, deadline_ns);
 }
 
 /* For ra_begin, and for ra_join on the thread that holds `join`; others get RA_WAIT meanwhile. */
-static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
+static ra_status ra__ring_begin(void *of, const void *what) {
+    ra_ring *ring = (ra_ring *)of;
+    const ra_job *job = (const ra_job *)what;
+    ra__talk *k = &ring->talk;
     ra__work w;
     ra__view kv[2];
     memset(&w, 0, sizeof w);
     ra_status s = ra__begin_check(ring, job, &w, kv);
     if (s) return s;
     const int64_t need =
-        ra__ring_bytes(job->plan, &job->plan->sizes, ring->shared, ring->tp.align).bytes;
-    if (need > ring->bytes) return ra__ring_too_small(&ring->refusal, ring->bytes, need);
-    if (!ra__tp_turn(&ring->tp)) return ra__crew_no_turn(&ring->refusal, &ring->tp, ring->pass);
-    ra__link_rest(&ring->link);
+        ra__ring_bytes(job->plan, &job->plan->sizes, ring->shared, k->tp.align).bytes;
+    if (need > ring->talk.bytes) return ra__ring_too_small(&k->refusal, ring->talk.bytes, need);
+    s = ra__talk_turn(k, &k->tp, &k->refusal);
+    if (s) return s;
+    ra__link_rest(&k->link);
     ring->work = w;
     ra__ring_lay_out(ring, job->plan, job->pass);
     ra__begin_earlier(ring);
@@ -20246,204 +20532,60 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__begin_meet(ring, job->plan, job->pass);
     ring->kv[0] = kv[0];
     ring->kv[1] = kv[1];
-    ring->pass++;
+    ra__store_i64(&k->pass, k->pass + 1);
     ra__begin_work(ring, job->plan);
     ra__begin_reset(ring, job->plan);
     ra__store_i64(&ring->most_tiles, 0);
-    ra__store_i32(&ring->threads, job->plan->d.threads);
-    ra__store_i32(&ring->backward, ring->lists->backward);
-    if (ring->tp.post == ra__link_post) ra__begin_link(ring, job->deadline_ns);
-    ra__ring_start(ring, job->deadline_ns);
+    ra__store_i32(&k->threads, job->plan->d.threads);
+    ra__store_i32(&k->backward, ring->lists->backward);
+    if (k->tp.post == ra__link_post) ra__begin_link(ring, job->deadline_ns);
+    ra__talk_start(k, job->deadline_ns);
     return RA_OK;
 }
 
 RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
     if (!ring) return RA_E_NULL;
     if (job && job->ticket)
-        return ra__refuse(&ring->refusal, RA_E_SHAPE, "job.ticket",
+        return ra__refuse(&ring->talk.refusal, RA_E_SHAPE, "job.ticket",
                           "must be 0, is #: tickets are for ra_join", (int64_t)job->ticket);
-    int32_t inside = ra__add_i32(&ring->crew.inside, 0);
+    int32_t inside = ra__add_i32(&ring->talk.inside, 0);
     if (inside)
-        return ra__refuse(&ring->refusal, RA_E_BUSY, "ring.threads",
+        return ra__refuse(&ring->talk.refusal, RA_E_BUSY, "ring.talk.threads",
                           "# threads are still inside ra_step", inside);
     return ra__ring_begin(ring, job);
 }
 
-/* For ra__joined. */
-static ra_status ra__ring_step_any(void *of, int ith) {
-    ra_ring *r = (ra_ring *)of;
-    return ra__crew_agree(&r->crew, ra__ring_step(r, ith));
-}
-
-static ra_status ra__ring_begin_any(void *of, const void *job) {
-    return ra__ring_begin((ra_ring *)of, (const ra_job *)job);
-}
-
-/* A thread counts itself as inside before it reads the state of the pass, because ra_begin refuses
- * while a thread is inside. */
 RINGATTN_API ra_status ra_step(ra_ring *ring, int ith) {
-    ra_status s;
-    if (!ring) return RA_E_NULL;
-    (void)ra__add_i32(&ring->crew.inside, 1);
-    if (ra__load_i32(&ring->crew.state) == RA_RING_IDLE)
-        s = ra__load_i64(&ring->counters.pass)
-                ? RA_OK
-                : ra__refuse(&ring->refusal, RA_E_STATE, "ring.pass", "is 0: no pass has begun", 0);
-    else if (ith < 0)
-        s = ra__refuse(&ring->refusal, RA_E_RANGE, "ith", "# is negative", ith);
-    else
-        s = ra__ring_step_any(ring, ith);
-    ra__crew_leave(&ring->crew);
-    return s;
-}
-
-/* Under `join`: notes how the beginning of a ticket ended. */
-static void ra__ticket_begun(ra__tickets *t, int64_t ticket, ra_status s) {
-    const int64_t n = t->refusals, i = n % RA__REFUSALS;
-    ra__store_i32(&t->status, s);
-    if (s && n >= RA__REFUSALS) t->forgotten = t->refused[i];
-    if (s) {
-        t->refused[i] = ticket;
-        t->refused_status[i] = s;
-        ra__store_i64(&t->refusals, n + 1);
-    }
-    ra__store_i64(&t->last, ticket);
-}
-
-/* How the call of an earlier ticket ended. */
-static ra_status ra__ticket_late(ra__crew *w, int64_t ticket, ra_error *e) {
-    ra__tickets *t = &w->tickets;
-    ra_status s = ra__load_i32(&w->failed);
-    if (s || !ra__load_i64(&t->refusals)) return s;
-    if (!ra__cas_i32(&t->join, 0, 1)) return RA_WAIT;
-    if (ticket <= t->forgotten)
-        s = ra__refuse(e, RA_E_STATE, "job.ticket",
-                       "# is too old: too many tickets have been refused since", ticket);
-    for (int64_t i = 0; i < ra__min(t->refusals, RA__REFUSALS); i++)
-        if (t->refused[i] == ticket) s = t->refused_status[i];
-    ra__store_i32(&t->join, 0);
-    return s;
-}
-
-static ra_status ra__ticket_check(uint64_t ticket, int ith, ra_error *e) {
-    if (!ticket || ticket > INT64_MAX)
-        return ra__refuse(e, RA_E_RANGE, "job.ticket", "must be 1 or more; as signed it is #",
-                          (int64_t)ticket);
-    if (ith < 0) return ra__refuse(e, RA_E_RANGE, "ith", "# is negative", ith);
-    return RA_OK;
-}
-
-/* A call that threads join by its ticket: how the first of them begins it, and a step of it. */
-typedef struct ra__joined {
-    uint64_t ticket;
-    void *of;                          /* a ring or a cache */
-    const void *job;
-    ra_status (*begin)(void *of, const void *job);
-    ra_status (*step)(void *of, int ith);
-    ra_error *error;
-} ra__joined;
-
-/* The first thread with a new ticket begins, if no thread is inside the call before. It sets `join`
- * and reads `inside`; the others set `inside` and read `join`. */
-static ra_status ra__join_begin(ra__crew *w, const ra__joined *j) {
-    ra_status s = RA_WAIT;
-    if (!ra__cas_i32(&w->tickets.join, 0, 1)) return RA_WAIT;
-    if (ra__load_i64(&w->tickets.last) >= (int64_t)j->ticket) {
-        s = RA_AGAIN;
-    } else if (ra__load_i32(&w->failed)) {
-        s = ra__load_i32(&w->failed);
-    } else if (!ra__add_i32(&w->inside, 0) && ra__load_i32(&w->state) == RA_RING_IDLE) {
-        s = j->begin(j->of, j->job);
-        ra__ticket_begun(&w->tickets, (int64_t)j->ticket, s);
-    }
-    ra__store_i32(&w->tickets.join, 0);
-    return s;
-}
-
-/* ra_join and ra_infer_join. */
-static ra_status ra__join(ra__crew *w, const ra__joined *j, int ith) {
-    ra__tickets *t = &w->tickets;
-    const int64_t ticket = (int64_t)j->ticket;
-    ra_status s = ra__ticket_check(j->ticket, ith, j->error);
-    if (s) return s;
-    if (ticket < ra__load_i64(&t->last)) return ra__ticket_late(w, ticket, j->error);
-    if (ticket > ra__load_i64(&t->last)) {
-        s = ra__join_begin(w, j);
-        if (s) return s;
-    }
-    (void)ra__add_i32(&w->inside, 1);
-    if (ra__add_i32(&t->join, 0)) {
-        s = RA_WAIT;
-    } else if (ra__load_i64(&t->last) != ticket) {
-        s = ra__ticket_late(w, ticket, j->error);
-    } else {
-        s = ra__load_i32(&t->status);
-        if (!s) s = j->step(j->of, ith);
-    }
-    ra__crew_leave(w);
-    return s;
+    return ring ? ra__talk_call(&ring->talk, ith, "ring.pass") : RA_E_NULL;
 }
 
 RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith) {
     if (!ring || !job) return RA_E_NULL;
-    if (!job->plan) return ra__refuse(&ring->refusal, RA_E_NULL, "job.plan", "is required", 0);
-    if (ring->survivor) return RA_E_STATE;         /* of the pass that was resumed or of none */
-    const ra__joined j = { job->ticket, ring, job, ra__ring_begin_any, ra__ring_step_any,
-                           &ring->refusal };
-    return ra__join(&ring->crew, &j, ith);
-}
-
-/* Sleeps in the transport if that is possible, otherwise for 100 us. */
-static void ra__wait_slice(ra_ring *r, int64_t deadline_ns) {
-    int64_t slice = ra__ring_left(r, deadline_ns, ra__load_i32(&r->threads) > 1 ? 200000 : 2000000);
-    if (r->has_transport && r->tp.wait && (r->tp.caps & RA_CAP_ANY_THREAD) &&
-        ra__cas_i32(&r->crew.comm, 0, 1)) {
-        int live = ra__load_i32(&r->crew.state) == RA_RING_RUNNING; /* as long as comm is held */
-        int n = live ? ra__ring_list(r) : 0;
-        int code = n ? r->tp.wait(r->tp.ctx, r->list, n, ra__ring_until(slice)) : RA_OK;
-        if (code < 0) (void)ra__ring_fail_context(r, code);
-        (void)ra__add_i32(&r->crew.comm, -1); /* before it reads `inside` */
-        ra__crew_announce(&r->crew);
-        if (n || !live) return;
-    }
-    ra__sleep_ns(100000);
+    if (!job->plan) return ra__refuse(&ring->talk.refusal, RA_E_NULL, "job.plan", "is required", 0);
+    if (ring->talk.survivor) return RA_E_STATE;    /* of the pass that was resumed or of none */
+    return ra__talk_join(&ring->talk, job->ticket, job, ith, ra__ring_begin);
 }
 
 RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns) {
     if (!ring) return RA_E_NULL;
-    int64_t seen = ra__load_i64(&ring->events);
-    int64_t begin = ra__ring_now(ring);
+    ra__talk *k = &ring->talk;
+    const int64_t seen = ra__load_i64(&k->events), begin = ra__talk_now(k);
     if (deadline_ns && begin > deadline_ns) return RA_E_TIMEOUT;
-    for (int i = 0; i < 200 && ra__load_i64(&ring->events) == seen; i++) ra__pause();
-    for (int i = 0; i < 4 && ra__load_i64(&ring->events) == seen; i++) ra__yield();
-    if (ra__load_i64(&ring->events) == seen && ra__load_i32(&ring->crew.state) == RA_RING_RUNNING)
-        ra__wait_slice(ring, deadline_ns);
-    (void)ra__add_i64(&ring->counters.wait_ns, ra__time_since(ra__ring_now(ring), begin));
-    ra__ring_event_plain(ring, RA_EV_WAIT, begin, RA_OK);
+    for (int i = 0; i < 200 && ra__load_i64(&k->events) == seen; i++) ra__pause();
+    for (int i = 0; i < 4 && ra__load_i64(&k->events) == seen; i++) ra__yield();
+    if (ra__load_i64(&k->events) == seen && ra__load_i32(&k->state) == RA_RING_RUNNING)
+        ra__talk_wait(k, RA__ANY_THREAD, deadline_ns);
+    (void)ra__add_i64(&ring->counters.wait_ns, ra__time_since(ra__talk_now(k), begin));
+    ra__talk_event_plain(k, RA_EV_WAIT, begin, RA_OK);
     return RA_OK;
 }
 
 RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns) {
-    if (!ring) return RA_E_NULL;
-    if (ra__load_i32(&ring->crew.state) == RA_RING_IDLE && !ra__load_i32(&ring->cancelled))
-        return RA_OK;
-    ra_status s = ra__load_i32(&ring->crew.failed);
-    if (!s) s = ra__ring_fail(ring, RA_E_CANCELLED, ra__nobody);
-    if (!ring->has_transport || ring->quiet) return ring->unsafe && ring->shared ? RA_E_UNSAFE : s;
-    int64_t left = ra__ring_left(ring, deadline_ns, ring->rd.quiesce_ns);
-    ring->quiet = 1;
-    if (ring->tp.quiesce ? ring->tp.quiesce(ring->tp.ctx, ra__ring_until(left)) != RA_OK
-                         : ra__ring_list(ring) > 0)
-        ring->unsafe = 1;
-    if (ra__load_i32(&ring->crew.state) != RA_RING_IDLE) ra__tp_turn_ends(&ring->tp);
-    return ring->unsafe && ring->shared ? RA_E_UNSAFE : s;
+    return ring ? ra__talk_finish(&ring->talk, deadline_ns) : RA_E_NULL;
 }
 
 RINGATTN_API void ra_ring_cancel(ra_ring *ring) {
-    if (!ring) return;
-    ra__store_i32(&ring->cancelled, 1);
-    ra__ring_abort(ring, RA_E_CANCELLED);
-    (void)ra__add_i64(&ring->events, 1);
+    if (ring) ra__talk_cancel(&ring->talk);
 }
 
 /* Steps the pass that has begun until it ends. */
@@ -20487,12 +20629,7 @@ RINGATTN_API ra_status ra_ring_once(const ra_desc *d, const ra_transport *transp
     s = ra_ring_create(&ring, plan, transport, &rd);
     if (!s) {
         s = ra_forward(plan, ring, t, deadline_ns);
-        const int failed = ra__load_i32(&ring->crew.failed) != RA_OK;
-        if (s && !failed && d->error) *d->error = ring->refusal;
-        if (s && failed && d->error) {
-            (void)ra__refuse(d->error, s, "pass", "", 0);
-            memcpy(d->error->text, ring->failure.text, sizeof d->error->text);
-        }
+        if (s && d->error) *d->error = ring->talk.refusal;
         end = ra_ring_destroy(ring);
         if (!s) s = end;
     }
@@ -20506,11 +20643,11 @@ RINGATTN_API void ra_ring_query(const ra_ring *ring, ra_ring_counters *out) {
     out->waiting_peer = -1;
     if (!ring) return;
     const ra_ring_counters *c = &ring->counters;
-    out->state = ra__load_i32(&ring->crew.state);
+    out->state = ra__load_i32(&ring->talk.state);
     if (out->state != RA_RING_IDLE)
-        out->state = ra__load_i32(&ring->crew.failed) ? RA_RING_FAILED : RA_RING_RUNNING;
-    out->bounded = !(ring->tp.caps & RA__CAP_BLOCKS) || (ring->tp.caps & RA_CAP_DEADLINE);
-    out->pass = ra__load_i64(&c->pass);
+        out->state = ra__load_i32(&ring->talk.failed) ? RA_RING_FAILED : RA_RING_RUNNING;
+    out->bounded = !(ring->talk.tp.caps & RA__CAP_BLOCKS) || (ring->talk.tp.caps & RA_CAP_DEADLINE);
+    out->pass = ra__load_i64(&ring->talk.pass);
     for (int i = 0; i < RA__PASS_COUNTERS; i++)
         *ra__pass_counter(out, i) = ra__load_i64(ra__pass_counter(c, i));
     out->peak_bytes = ra__load_i64(&c->peak_bytes);
@@ -20518,24 +20655,11 @@ RINGATTN_API void ra_ring_query(const ra_ring *ring, ra_ring_counters *out) {
 }
 
 RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out) {
-    if (!ring || !out) return RA_E_NULL;
-    if (!ra__load_i32(&ring->crew.failed)) return RA_E_STATE;
-    *out = ring->failure;
-    return RA_OK;
+    return ra__talk_failure(ring ? &ring->talk : NULL, out);
 }
 
 RINGATTN_API int ra_ring_events(const ra_ring *ring, ra_event *out, int most) {
-    const int64_t last = ring ? ra__load_i64(&ring->journal.next) : 0;
-    int n = 0;
-    if (!out) return 0;
-    for (int64_t i = ra__max(0, last - ra__min(most, RA_EVENTS)); i < last; i++) {
-        const ra__journal_slot *at = &ring->journal.slot[i % RA_EVENTS];
-        int64_t word[RA__EVENT_WORDS];
-        if (ra__load_i64(&at->number) != i + 1) continue;
-        for (int32_t k = 0; k < RA__EVENT_WORDS; k++) word[k] = ra__load_i64(&at->word[k]);
-        if (ra__load_i64(&at->number) == i + 1) memcpy(&out[n++], word, sizeof *out);
-    }
-    return n;
+    return ra__talk_events(ring ? &ring->talk : NULL, out, most);
 }
 
 RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char *to) {
@@ -20564,18 +20688,18 @@ RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char 
 
 RINGATTN_API const char *ra_ring_explain(ra_ring *ring) {
     if (!ring) return "";
-    if (ra__load_i32(&ring->crew.failed)) return ring->failure.text;
-    if (!ring->refusal.status) return "";
+    if (ra__load_i32(&ring->talk.failed)) return ring->talk.failure.text;
+    if (!ring->talk.refusal.status) return "";
     ra__text x = { ring->said, sizeof ring->said, 0 };
-    ra__put(&x, ring->refusal.field);
+    ra__put(&x, ring->talk.refusal.field);
     ra__put(&x, ": ");
-    ra__put(&x, ring->refusal.text);
+    ra__put(&x, ring->talk.refusal.text);
     return ring->said;
 }
 
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
     static const ra_error none = { RA_OK, "", "" };
-    return ring ? &ring->refusal : &none;
+    return ring ? &ring->talk.refusal : &none;
 }
 
 /* ========================================================================== RESUME
@@ -20645,7 +20769,7 @@ struct ra__resume {
     int64_t pass;                      /* the one that is resumed */
     int32_t complete;                  /* 1: every rank has it complete */
     ra_status verdict;                 /* RA_OK: it goes on */
-    ra__blame blame;                   /* of the verdict */
+    ra__cause cause;                   /* of the verdict */
     ra__pass_lists lists;
     ra__queue queue[2];                /* receives and sends of the resumed pass */
     ra_transport_op **list;
@@ -20752,7 +20876,7 @@ static void ra__resume_store_task(ra_ring *r, ra__desk *desk) {
     }
     ra__fp_leave(&mode);
     ra__store_i32(&turn->next, r->lists->fold[h->next].index);
-    ra__store_i64(&desk->fold, RA__NO_FOLD);
+    ra__store_i64(&desk->slot.held, RA__NONE);
 }
 
 /* Stores the tasks of all desks. They are claimed anew, by any thread: a thread whose task waits
@@ -20760,7 +20884,7 @@ static void ra__resume_store_task(ra_ring *r, ra__desk *desk) {
 static void ra__resume_store_tasks(ra_ring *r) {
     ra__ring_advance(r);
     for (int32_t i = 0; i < r->plan->d.threads; i++)
-        if (ra__load_i64(&r->desk[i].fold) != RA__NO_FOLD && r->desk[i].open)
+        if (ra__load_i64(&r->desk[i].slot.held) != RA__NONE && r->desk[i].open)
             ra__resume_store_task(r, &r->desk[i]);
     r->claim_fold = r->folded;
     r->claim_task = 0;
@@ -20771,12 +20895,12 @@ static void ra__resume_note_state(ra_ring *r) {
     const ra__queue *queue = &r->queue[RA__RECEIVES];
     r->intact = ra__max(r->intact, queue->posted - queue->slots);
     if (r->shared) r->intact = queue->done;
-    r->lent |= (r->tp.caps & RA_CAP_LOAN) && !r->pulled;
-    r->serves |= ra__load_i32(&r->crew.state) == RA_RING_IDLE;
+    r->lent |= (r->talk.tp.caps & RA_CAP_LOAN) && !r->pulled;
+    r->serves |= ra__load_i32(&r->talk.state) == RA_RING_IDLE;
     if (!r->serves && !r->lists->backward && !ra__load_i32(&r->engine_failed))
         ra__resume_store_tasks(r);
     r->shared = r->notices = 0;
-    r->crew.shared = NULL;
+    r->talk.shared = NULL;
     r->space = 0;
 }
 
@@ -20795,8 +20919,8 @@ static ra__frame ra__resume_hello(const ra_ring *r) {
 }
 
 static ra_status ra__resume_refuse(ra_ring *r, ra_status s, int32_t i) {
-    r->differ = 0;
-    return ra__ring_fail(r, s, ra__blame_of(i, 0, 0, -1));
+    r->talk.differ = 0;
+    return ra__talk_fail(&r->talk, s, ra__cause_of(&r->talk, i, 0));
 }
 
 /* Checks the frame of a message from peer i: this attempt, this kind, that rank, this length. */
@@ -20821,11 +20945,11 @@ static void ra__resume_post(ra_ring *r, int32_t i, int sending, void *buf, int64
     op->kind = sending ? RA_MSG_SEND : RA_MSG_RECV;
     op->channel = 1;
     op->peer = i;
-    op->tag = ra__tp_tag(&r->tp, r->resume->stage);
+    op->tag = ra__tp_tag(&r->talk.tp, r->resume->stage);
     op->buf = buf;
     op->len = (size_t)length;
     r->moves++;
-    ra__ring_op_event(r, op, 1, -1, ra__ring_now(r));
+    ra__ring_op_event(r, op, 1, -1, ra__talk_now(&r->talk));
 }
 
 /* 1: the control message to or from peer i has ended, and its op is free again; 0: not yet; < 0: it
@@ -20834,7 +20958,7 @@ static int ra__resume_control_done(ra_ring *r, int32_t i, int sending) {
     ra_transport_op *op = &r->control[2 * i + sending];
     int done = op->kind ? ra__ring_op_done(r, op, -1) : 0;
     if (done <= 0) return done;
-    ra__ring_op_event(r, op, 0, -1, r->begin_ns);
+    ra__ring_op_event(r, op, 0, -1, r->talk.begin_ns);
     op->kind = 0;
     r->moves++;
     (void)ra__add_i64(sending ? &r->counters.bytes_out : &r->counters.bytes_in, (int64_t)op->len);
@@ -20842,12 +20966,20 @@ static int ra__resume_control_done(ra_ring *r, int32_t i, int sending) {
 }
 
 /* -------------------------------------------------------------------------- meeting */
+/* A failure because of a rank of the plan, and perhaps a chunk. */
+static ra__cause ra__resume_cause(int32_t rank, int64_t chunk, const char *why) {
+    ra__cause x = ra__nobody;
+    x.peer = rank;
+    x.chunk = chunk;
+    x.why = why;
+    return x;
+}
+
 /* Sets the verdict not to go on. rank: the rank of the plan that `why` is about. */
 static void ra__resume_set_verdict(ra_ring *r, ra_status s, int32_t rank, int64_t chunk,
                              const char *why) {
     r->resume->verdict = s;
-    r->resume->blame = ra__blame_of(rank, -1, 0, chunk);
-    r->resume->blame.why = why;
+    r->resume->cause = ra__resume_cause(rank, chunk, why);
 }
 
 static int64_t ra__frame_pass(const ra__frame *f) {
@@ -20889,7 +21021,7 @@ static void ra__resume_agree(ra_ring *r) {
  * The ring has kept no message then: it keeps some once all ranks are in its pass or a later one,
  * and none of them goes back behind that. */
 static void ra__resume_step_back(ra_ring *r) {
-    if (r->pass == r->resume->pass) return;
+    if (r->talk.pass == r->resume->pass) return;
     RINGATTN_ASSERT(!r->kept_count);
     for (int i = 0; i < RA__PASS_COUNTERS; i++)
         ra__store_i64(ra__pass_counter(&r->counters, i), r->earlier.counted[i]);
@@ -20900,8 +21032,7 @@ static void ra__resume_step_back(ra_ring *r) {
     r->kv[1] = r->earlier.kv[1];
     r->agreed = r->earlier.agreed;
     r->earlier.plan = NULL;
-    r->pass = r->resume->pass;
-    ra__store_i64(&r->counters.pass, r->pass);
+    ra__store_i64(&r->talk.pass, r->resume->pass);
     r->queue[RA__RECEIVES].done = r->queue[RA__RECEIVES].posted = 0;
     r->serves = 1;
 }
@@ -20909,13 +21040,13 @@ static void ra__resume_step_back(ra_ring *r) {
 /* Cleared memory that is freed with the ring; base null: the allocator has none. */
 static ra__arena ra__resume_memory(ra_ring *r, int64_t bytes) {
     const int64_t head = ra__round_up((int64_t)sizeof(ra__more), 64);
-    ra__more *more = (ra__more *)ra__alloc(&r->rd.allocator, head + bytes, 64);
+    ra__more *more = (ra__more *)ra__alloc(&r->talk.rd.allocator, head + bytes, 64);
     ra__arena a = { NULL, 0 };
     if (!more) return a;
     memset(more, 0, (size_t)(head + bytes));
-    more->next = r->more;
+    more->next = r->talk.more;
     more->bytes = head + bytes;
-    r->more = more;
+    r->talk.more = more;
     a.base = (uint8_t *)more + head;
     return a;
 }
@@ -20923,7 +21054,7 @@ static ra__arena ra__resume_memory(ra_ring *r, int64_t bytes) {
 /* Lays out the memory of a resumed pass, or only counts it if a->base is null. */
 static void ra__resume_carve(ra__arena *a, const ra_ring *r, ra__resume *x) {
     const ra_plan *p = r->plan;
-    const int64_t align = ra__max(64, (int64_t)r->tp.align);
+    const int64_t align = ra__max(64, (int64_t)r->talk.tp.align);
     const int64_t slots = ra__min(p->d.buffers, x->missing), ops = 2 * (int64_t)x->n;
     const int64_t sends = x->n > 1 ? RA__RESUME_SENDS : 0;
     x->kept = (ra__kept *)ra__carve(a, x->kept_count * (int64_t)sizeof *x->kept);
@@ -20970,7 +21101,7 @@ static void ra__resume_lists(ra_ring *r) {
 static int ra__resume_can_give(const ra_ring *r, int32_t rank) {
     const ra_resume_desc *rd = &r->resume->rd;
     if (rank == r->rank && (!r->serves || rd->tensors_kept)) return 1;
-    return rd->refetch && rd->refetch(rd->ctx, r->pass, rank, NULL) == RA_OK;
+    return rd->refetch && rd->refetch(rd->ctx, r->talk.pass, rank, NULL) == RA_OK;
 }
 
 static void ra__bit_set(uint8_t *row, int64_t bit) {
@@ -21023,7 +21154,7 @@ static ra_status ra__resume_prepare(ra_ring *r) {
     return RA_OK;
 }
 
-/* All ranks agree to go on: the ring takes the new lists. Threads compute once `meeting` is 0. */
+/* All ranks agree to go on: the ring takes the new lists, and threads compute. */
 static void ra__resume_open(ra_ring *r) {
     ra__resume *x = r->resume;
     ra_resumed *n = &x->figures;
@@ -21052,11 +21183,10 @@ static void ra__resume_open(ra_ring *r) {
     r->kept = x->kept;
     r->kept_count = x->kept_count;
     r->lists = &x->lists;
-    if (x->list) r->list = x->list;
+    if (x->list) r->talk.list = x->list;
     if (r->serves) {                   /* nothing to fold: this rank only helps */
         r->claim_fold = r->claim_task = 0;
         ra__store_i64(&r->folded, 0);
-        ra__store_i32(&r->threads, 0);
     }
     for (int64_t i = 0; i < r->kept_count; i++) {
         const int32_t c = r->kept[i].chunk;
@@ -21065,7 +21195,8 @@ static void ra__resume_open(ra_ring *r) {
         memcpy(r->kept[i].message, &f, sizeof f);
         ra__ring_seal(r, c, r->kept[i].hop, r->kept[i].message);
     }
-    ra__store_i32(&r->meeting, 0);
+    r->meeting = 0;
+    ra__store_i32(&r->talk.threads, r->serves ? 0 : r->plan->d.threads);
 }
 
 /* -------------------------------------------------------------------------- giving */
@@ -21078,10 +21209,10 @@ static const ra__refetched *ra__resume_refetch(ra_ring *r, int32_t rank) {
     if (g->known) return g;
     const ra__row_counts rows = { 0, ra__plan_rows(r->plan, 1, rank) };
     memset(&t, 0, sizeof t);
-    ra_status s = x->rd.refetch(x->rd.ctx, r->pass, rank, &t);
-    if (!s) s = ra__check_keys(d, &t, &rows, g->kv, NULL, &r->refusal);
+    ra_status s = x->rd.refetch(x->rd.ctx, r->talk.pass, rank, &t);
+    if (!s) s = ra__check_keys(d, &t, &rows, g->kv, NULL, &r->talk.refusal);
     if (!s && d->layout.kind == RA_LAYOUT_ARRAY)
-        s = ra__check_array(d, &t.k_pos, rows.k, 1, &r->refusal);
+        s = ra__check_array(d, &t.k_pos, rows.k, 1, &r->talk.refusal);
     if (s) return NULL;
     g->pos = t.k_pos;
     g->known = 1;
@@ -21097,9 +21228,9 @@ static ra_status ra__resume_pack(ra_ring *r, int64_t c, uint8_t *message) {
     const ra__frame f = ra__ring_frame(r, RA__FRAME_CHUNK, chunk->owner, c,
                                        ra__ring_length(r, c, 1));
     if (!own && !g) {
-        ra__blame blame = ra__blame_of(chunk->owner, -1, 0, c);
-        blame.why = "has keys that refetch promised and did not give";
-        return ra__ring_fail(r, RA_E_PEER, blame);
+        return ra__talk_fail(&r->talk, RA_E_PEER,
+                             ra__resume_cause(chunk->owner, c,
+                                              "has keys that refetch promised and did not give"));
     }
     memcpy(message, &f, sizeof f);
     ra__pack_keys(r, chunk, own ? r->kv : g->kv, own ? &r->t.k_pos : &g->pos, message);
@@ -21121,12 +21252,12 @@ static ra_status ra__resume_send(ra_ring *r, int32_t i) {
     }
     for (int64_t k = 0; k < r->kept_count && r->lists->chunk[c].owner != r->rank; k++)
         if (r->kept[k].chunk == c && r->kept[k].hop <= hop) message = r->kept[k].message;
-    if (message && (uintptr_t)message % r->tp.align) {   /* kept for another transport */
+    if (message && (uintptr_t)message % r->talk.tp.align) {   /* kept for another transport */
         const int64_t length = ra__ring_length(r, c, hop);
         uint8_t *copy = ra__queue_buf(out, out->posted);
         for (int64_t at = 0; at < length; at += RA__PIECE_BYTES) {
             memcpy(copy + at, message + at, (size_t)ra__min(RA__PIECE_BYTES, length - at));
-            ra__between_pieces(&r->pause);
+            ra__between_pieces(&r->talk.pause);
         }
         message = copy;
     }
@@ -21286,7 +21417,7 @@ static void ra__resume_await(ra_ring *r) {
             peer = i;
     }
     ra__store_i32(&r->awaited, peer == x->me ? -1 : peer);
-    ra__store_i32(&r->counters.waiting_peer, ra__ring_rank_of(r, peer == x->me ? -1 : peer));
+    ra__store_i32(&r->counters.waiting_peer, ra__talk_rank(&r->talk, peer == x->me ? -1 : peer));
 }
 
 /* Once all messages of a round of the meeting have ended: begins the next round, or goes on. */
@@ -21309,7 +21440,7 @@ static ra_status ra__resume_next_round(ra_ring *r) {
     ra__resume_agree(r);
     x->stage = x->verdict || x->complete ? RA__MEET_OVER : RA__MEET_REPORT;
     if (x->stage == RA__MEET_REPORT) s = ra__resume_prepare(r);
-    return s ? ra__ring_fail(r, s, ra__nobody) : RA_OK;
+    return s ? ra__talk_fail(&r->talk, s, ra__nobody) : RA_OK;
 }
 
 /* Ends the communication once every rank has what it needs, or the same verdict. */
@@ -21324,18 +21455,18 @@ static ra_status ra__resume_end(ra_ring *r) {
     if (!x->verdict && r->meeting && !x->complete) return RA_OK;
     if (!r->meeting && r->queue[RA__RECEIVES].done < r->queue[RA__RECEIVES].total) return RA_OK;
     if (x->complete && r->meeting) {       /* nothing to fold, here or elsewhere */
-        if (r->pass == x->pass + 1 && r->earlier.plan) ra__resume_step_back(r);
-        r->pass = x->pass;
+        if (r->talk.pass == x->pass + 1 && r->earlier.plan) ra__resume_step_back(r);
+        ra__store_i64(&r->talk.pass, x->pass);
         r->serves = 1;
         ra__resume_open(r);            /* with empty lists */
     }
     if (r->talking) r->moves++;
     r->talking = 0;
     if (!x->verdict) return RA_OK;
-    ra__tp_rest(&r->tp);
-    r->quiet = 1;                      /* nothing is pending: neither abort nor quiesce */
-    ra__store_i32(&r->aborted, 1);
-    return ra__ring_fail(r, x->verdict, x->blame);
+    ra__tp_rest(&r->talk.tp);
+    r->talk.quiet = 1;                      /* nothing is pending: neither abort nor quiesce */
+    ra__store_i32(&r->talk.aborted, 1);
+    return ra__talk_fail(&r->talk, x->verdict, x->cause);
 }
 
 /* A round of communication, like ra__ring_comm. */
@@ -21345,12 +21476,12 @@ static int ra__resume_comm(ra_ring *r) {
     ra_status s = RA_OK;
     if (!r->meeting) ra__ring_release(r);
     if (!r->talking) {                 /* there is nothing to poll */
-        ra__store_i64(&r->polled_ns, ra__ring_now(r));
+        ra__store_i64(&r->talk.polled_ns, ra__talk_now(&r->talk));
         return 0;
     }
     if (x->stage == RA__MEET_OVER) s = ra__resume_transfer(r);
     else ra__resume_meet(r);
-    if (!s && x->n > 1) s = ra__ring_drive(r);
+    if (!s && x->n > 1) s = ra__talk_drive(&r->talk);
     if (!s) s = ra__resume_take_controls(r);
     if (!s && !r->meeting) s = ra__ring_take(r, RA__RECEIVES);
     if (!s && !r->meeting) s = ra__resume_take_sends(r);
@@ -21360,7 +21491,7 @@ static int ra__resume_comm(ra_ring *r) {
     ra__resume_await(r);
     if (!r->meeting) ra__ring_release(r);
     if (r->moves == before) return 0;
-    ra__ring_note_progress(r);
+    ra__talk_note_progress(&r->talk);
     return 1;
 }
 
@@ -21368,7 +21499,7 @@ static int ra__resume_comm(ra_ring *r) {
 /* Checks the list of survivors; *me: this rank's number in it. */
 static ra_status ra__resume_check_ranks(const ra_ring *r, const ra_resume_desc *rd, int32_t *me,
                                         ra_error *e) {
-    const int32_t *last = r->survivor;     /* of the last attempt */
+    const int32_t *last = r->talk.survivor;     /* of the last attempt */
     int32_t before = -1, at = 0;
     *me = -1;
     if (rd->ranks < 1 || rd->ranks > r->ranks)
@@ -21434,18 +21565,18 @@ static ra_status ra__resume_check_ring(const ra_ring *r, const ra_resume_desc *r
 /* Memory for the control messages. */
 static ra_status ra__resume_alloc(ra_ring *r, const ra_resume_desc *rd, ra__resume **out) {
     ra__resume *x;
-    const int64_t n = rd->ranks, rounded = 5 * 64, each = 4 + 2 * (int64_t)sizeof *r->list +
+    const int64_t n = rd->ranks, rounded = 5 * 64, each = 4 + 2 * (int64_t)sizeof *r->talk.list +
         2 * (int64_t)sizeof *r->control + (int64_t)sizeof *x->peer;
     const int64_t bytes = (int64_t)sizeof *x + n * each + rounded;
     ra__arena a = ra__resume_memory(r, bytes);
     if (!a.base)
-        return ra__refuse(&r->refusal, RA_E_NOMEM, "ring.allocator",
+        return ra__refuse(&r->talk.refusal, RA_E_NOMEM, "ring.allocator",
                           "returned null for # bytes", bytes);
     x = (ra__resume *)ra__carve(&a, (int64_t)sizeof *x);
     x->rank = (int32_t *)ra__carve(&a, n * 4);
     x->peer = (ra__resume_peer *)ra__carve(&a, n * (int64_t)sizeof *x->peer);
     r->control = (ra_transport_op *)ra__carve(&a, 2 * n * (int64_t)sizeof *r->control);
-    r->list = (ra_transport_op **)ra__carve(&a, 2 * n * (int64_t)sizeof *r->list);
+    r->talk.list = (ra_transport_op **)ra__carve(&a, 2 * n * (int64_t)sizeof *r->talk.list);
     RINGATTN_ASSERT(a.used <= bytes);
     *out = x;
     return RA_OK;
@@ -21458,13 +21589,14 @@ static void ra__resume_bind(ra_ring *r, ra__resume *x, const ra_resume_desc *rd,
     x->n = rd->ranks;
     memcpy(x->rank, rd->survivors, (size_t)x->n * sizeof *x->rank);
     for (int32_t i = 0; i < x->n; i++) x->peer[i].requested = -1;
-    if (r->mr && r->tp.dereg) (void)r->tp.dereg(r->tp.ctx, r->mr);
-    r->mr = NULL;
-    r->has_transport = x->n > 1;
-    ra__ring_bind(r, tp);
+    if (r->talk.mr && r->talk.tp.dereg) (void)r->talk.tp.dereg(r->talk.tp.ctx, r->talk.mr);
+    r->talk.mr = NULL;
+    r->talk.has_transport = x->n > 1;
+    r->talk.tp = *tp;
+    ra__talk_bind(&r->talk);
     r->resume = x;
     r->resumed_comm = ra__resume_comm;
-    r->survivor = x->rank;
+    r->talk.survivor = x->rank;
     r->controls = 2 * (int64_t)x->n;
     r->epoch = rd->epoch;
     ra__store_i64(&r->returns_folded, 0);
@@ -21478,27 +21610,28 @@ static void ra__resume_bind(ra_ring *r, ra__resume *x, const ra_resume_desc *rd,
 
 RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
                                        int64_t deadline_ns) {
-    ra_error *e = ring ? &ring->refusal : NULL;
+    ra_error *e = ring ? &ring->talk.refusal : NULL;
     ra__resume *x = NULL;
     ra_transport tp;
     int32_t me = 0;
     if (!ring) return RA_E_NULL;
     if (!rd) return ra__refuse(e, RA_E_NULL, "resume", "is required", 0);
-    if (ra__add_i32(&ring->crew.inside, 0) ||
-        (ra__load_i32(&ring->crew.state) != RA_RING_IDLE && !ra__load_i32(&ring->crew.failed)))
-        return ra__refuse(e, RA_E_BUSY, "ring", "is still in its pass #", ring->pass);
+    if (ra__add_i32(&ring->talk.inside, 0) ||
+        (ra__load_i32(&ring->talk.state) != RA_RING_IDLE && !ra__load_i32(&ring->talk.failed)))
+        return ra__refuse(e, RA_E_BUSY, "ring", "is still in its pass #", ring->talk.pass);
     ra_status s = ra__resume_check_ring(ring, rd, deadline_ns, e);
     if (!s) s = ra__resume_check_ranks(ring, rd, &me, e);
     if (!s) s = ra__resume_check_transport(ring, rd, me, e);
     if (s) return s;
-    if (ra__load_i32(&ring->crew.failed)) (void)ra_finish(ring, deadline_ns);
-    if (ring->unsafe)
+    if (ra__load_i32(&ring->talk.failed)) (void)ra_finish(ring, deadline_ns);
+    if (ring->talk.unsafe)
         return ra__refuse(e, RA_E_UNSAFE, "ring",
                           "had a transport that may still write into buffers of pass #: it has no "
-                          "quiesce, or that failed", ring->pass);
+                          "quiesce, or that failed", ring->talk.pass);
     memset(&tp, 0, sizeof tp);
     if (rd->ranks > 1) tp = ra__tp_resolved(rd->transport);
-    if (!ra__tp_turn(&tp)) return ra__crew_no_turn(e, &tp, ring->pass);
+    s = ra__talk_turn(&ring->talk, &tp, e);
+    if (s) return s;
     s = ra__resume_alloc(ring, rd, &x);
     if (s) ra__tp_turn_ends(&tp);
     if (s) return s;
@@ -21507,14 +21640,15 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
     ra__resume_bind(ring, x, rd, &tp);
     ra__ring_agree(ring);
     x->peer[x->me].from_peer = ra__resume_hello(ring);
-    ring->quiet = ring->crew.parted = 0;
+    ring->talk.quiet = ring->talk.parted = 0;
     ring->talking = 1;
-    ra__store_i32(&ring->meeting, 1);
+    ring->meeting = 1;
     ra__store_i32(&ring->awaited, -1);
-    ra__store_i32(&ring->cancelled, 0);
-    ra__store_i32(&ring->aborted, 0);
-    ra__store_i32(&ring->crew.failed, 0);
-    ra__ring_start(ring, deadline_ns);
+    ra__store_i32(&ring->talk.cancelled, 0);
+    ra__store_i32(&ring->talk.aborted, 0);
+    ra__store_i32(&ring->talk.failed, 0);
+    ra__store_i32(&ring->talk.threads, 0);
+    ra__talk_start(&ring->talk, deadline_ns);
     return RA_OK;
 }
 
@@ -21525,9 +21659,9 @@ RINGATTN_API ra_status ra_resume(ra_ring *ring, const ra_resume_desc *rd, int64_
 
 RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
     if (!ring || !out) return RA_E_NULL;
-    if (!ring->resume || ra__load_i32(&ring->crew.state) != RA_RING_IDLE) return RA_E_STATE;
+    if (!ring->resume || ra__load_i32(&ring->talk.state) != RA_RING_IDLE) return RA_E_STATE;
     *out = ring->resume->figures;
-    out->pass = ring->pass;
+    out->pass = ring->talk.pass;
     out->epoch = ring->epoch;
     return RA_OK;
 }
@@ -21647,13 +21781,12 @@ typedef struct ra__cache_portion {
     int32_t kept;                      /* prefill: 1: the queries are in panels, for all lanes */
 } ra__cache_portion;
 
-/* A desk: memory for one thread, and the portion that is computed there. A step may leave a portion
- * unfinished, and a later step of any thread continues it. */
+/* A slot of a cache, with the portion that is computed there. A step may leave it unfinished, and a
+ * later step of any thread continues it. */
 typedef struct ra__cache_desk {
+    ra__slot slot;                     /* held: the number of the portion */
     float *partial[RA__TREE_DEPTH + 3]; /* partial results; the last: of a portion of one rank */
     uint8_t *workspace;
-    int32_t busy, open, idle;          /* atomic. 1: a thread is at the desk; 1: it has a portion;
-                                        * how often it was seen since a thread left it */
     ra__cache_portion x;
     ra_tensors t;                      /* of the call on keys of a lane */
     ra_run run;
@@ -21661,15 +21794,12 @@ typedef struct ra__cache_desk {
 } ra__cache_desk;
 
 struct ra_cache {
+    ra__talk talk;
     ra_desc d;                         /* resolved */
     ra_desc tile, decode;              /* of the calls of a portion, in either form */
     const ra__kernel *tile_kernel, *decode_kernel;
     ra_cache_desc cd;
-    ra_transport tp;
-    ra__link link;                     /* of tp */
-    uint8_t *base;                     /* workspace; this struct is at its start */
-    int64_t bytes;
-    int32_t has_transport, rank, ranks, lanes, unsafe;
+    int32_t rank, ranks, lanes;
     int32_t group;                     /* Hq / Hkv */
     int32_t decode_tokens;             /* most rows of a portion in the form of decoding. Without
                                         * RA_FORM_SAME more new tokens take that of prefill. 0: any
@@ -21683,11 +21813,10 @@ struct ra_cache {
     int32_t *pos;                      /* [lanes][lane_rows] positions; one lane: null */
     int64_t most_rows, most_keys;      /* rows of a call; bytes of keys in a message */
     int64_t slots, slot_floats;        /* partial results of spans; floats of each */
-    void *mr;
 
     ra_tensors t;                      /* of the call: what begin sets */
     ra__view q, k, v, o, lse;
-    int64_t call, deadline, rows, own_rows;
+    int64_t rows, own_rows;
     ra__agreed agreed;                 /* hashes of what ranks agree on in the descriptors */
     uint64_t topics, hash;             /* of the frames of the call */
     int64_t *cached, *fresh;           /* [B] */
@@ -21719,7 +21848,6 @@ struct ra_cache {
     uint8_t **sums_send, **sums_recv;  /* [ranks] messages of sums */
     float *slot_data;                  /* [slots][slot_floats] */
     ra__swap *swap;                    /* [swaps] */
-    ra_transport_op **list;
     int32_t travel, swaps, stages;     /* RA_INFER_*; how many the call has */
 
     ra__query_rows queries;            /* of the open stage */
@@ -21732,13 +21860,8 @@ struct ra_cache {
     int64_t packed_call;               /* the call whose messages are packed */
     int32_t open, stage;               /* atomic. 1: a stage is open, 2: its portions are claimed;
                                         * stages that are done */
-    int32_t *left;                     /* [ranks] see ra__link */
-    ra__crew crew;
-    int32_t cancelled, aborted;        /* atomic */
-    int64_t progress_ns, looked_ns;    /* atomic */
-    int64_t polled_ns;                 /* under comm: time of the last poll; 0: more may move at
-                                        * once, or other ranks wait for what this one sends */
-    ra_error why;
+    int32_t urgent;                    /* under comm. 1: more may move at once, or other ranks wait
+                                        * for what this one sends */
     ra__cache_desk *desk;              /* [threads] */
 };
 
@@ -22023,7 +22146,7 @@ static void ra__cache_carve_sums(ra__arena *a, ra_cache *c, int64_t align) {
 
 /* Buffers of messages and of partial results. */
 static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
-    const int64_t align = ra__max(64, (int64_t)c->tp.align), q = ra__query_bytes(&c->d);
+    const int64_t align = ra__max(64, (int64_t)c->talk.tp.align), q = ra__query_bytes(&c->d);
     const int64_t own = ra__own_most(c, c->rank), heads = c->d.q_heads, share = ra__share_most(c);
     const int64_t trees = ra__rank_trees(c, c->rank), slack = c->ranks * (RA__FRAME_BYTES + align);
     const int moves = c->ranks > 1 && c->cd.queries == RA_QUERIES_OWN;
@@ -22067,7 +22190,7 @@ static void ra__cache_count_slots(ra_cache *c) {
 /* Lays out the workspace: first the tables of lanes, from which the other sizes follow. */
 static void ra__cache_carve_tables(ra__arena *a, ra_cache *c) {
     (void)ra__carve(a, (int64_t)sizeof *c);
-    c->left = (int32_t *)ra__carve(a, c->ranks * 4);
+    c->talk.left = (int32_t *)ra__carve(a, c->ranks * 4);
     c->lane_first = (int32_t *)ra__carve(a, (c->ranks + 1) * 4);
     c->lane_owner = (int32_t *)ra__carve(a, c->lanes * 4);
     c->tree_first = (int32_t *)ra__carve(a, (c->ranks + 1) * 4);
@@ -22103,8 +22226,10 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
     c->sums_send = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
     c->sums_recv = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
     c->swap = (ra__swap *)ra__carve(a, swaps * (int64_t)sizeof(ra__swap));
-    c->list = (ra_transport_op **)ra__carve(a, 2 * swaps * (int64_t)sizeof(ra_transport_op *));
+    c->talk.list = (ra_transport_op **)ra__carve(a, 2 * swaps * (int64_t)sizeof(ra_transport_op *));
     c->desk = (ra__cache_desk *)ra__carve(a, c->d.threads * (int64_t)sizeof(ra__cache_desk));
+    c->talk.slots = (uint8_t *)c->desk;
+    c->talk.slot_bytes = sizeof *c->desk;
     ra__cache_count_slots(c);
     c->slot_data = (float *)ra__carve(a, 4 * c->slots * c->slot_floats);
     ra__cache_carve_messages(a, c);
@@ -22178,6 +22303,21 @@ static int64_t ra__tile_rows(const ra_cache *c, int32_t panels) {
     return RA_BLOCK_TOKENS * ra__max(1, ra__min(4, panels / c->group));
 }
 
+/* Sets what the conversation takes from the descriptors. */
+static void ra__cache_talk(ra_cache *c) {
+    const ra_cache_desc *cd = &c->cd;
+    ra_ring_desc *rd = &c->talk.rd;
+    rd->workspace = cd->workspace;
+    rd->workspace_bytes = cd->workspace_bytes;
+    rd->allocator = cd->allocator;
+    rd->watchdog_ns = cd->watchdog_ns ? cd->watchdog_ns : RA__QUIET_NS;
+    rd->quiesce_ns = cd->quiesce_ns;
+    rd->checksums = cd->checksums;
+    rd->trust_plans = 1;               /* a call has no hellos */
+    c->talk.rank = c->d.rank;
+    c->talk.threads = c->d.threads;
+}
+
 /* Fills in everything of a cache except its memory. */
 static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra_cache *c) {
     RA__OWN_FP ra__fp fp = ra__fp_enter();
@@ -22194,6 +22334,7 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     if (!s && cd) c->cd = *cd;
     if (!s) s = ra__cache_check_rest(d, &c->cd, e);
     if (s) return s;
+    ra__cache_talk(c);
     c->ranks = c->d.ranks;
     c->rank = c->d.rank;
     c->lanes = c->cd.lanes ? c->cd.lanes : ra__lanes_default(c->d.layout.weights, c->ranks);
@@ -22240,7 +22381,7 @@ static int64_t ra__cache_bytes(ra_cache *c, ra_error *e) {
     int64_t bytes;
     ra__cache_carve_tables(&a, c);
     bytes = a.used;
-    a.base = (uint8_t *)ra__alloc(&c->cd.allocator, bytes, 64);
+    a.base = (uint8_t *)ra__alloc(&c->talk.rd.allocator, bytes, 64);
     if (!a.base) {
         (void)ra__refuse(e, RA_E_NOMEM, "cache.allocator",
                          "returned null for # bytes of tables", bytes);
@@ -22252,14 +22393,14 @@ static int64_t ra__cache_bytes(ra_cache *c, ra_error *e) {
     uint8_t *tables = a.base;
     a.base = NULL;
     ra__cache_carve(&a, c);
-    ra__free(&c->cd.allocator, tables, (size_t)bytes);
+    ra__free(&c->talk.rd.allocator, tables, (size_t)bytes);
     return a.used;
 }
 
 RINGATTN_API size_t ra_cache_workspace(const ra_desc *d, const ra_cache_desc *cd) {
     ra_cache c;
     if (ra__cache_resolve(d, cd, &c)) return 0;
-    c.tp.align = 64;
+    c.talk.tp.align = 64;
     return (size_t)ra__cache_bytes(&c, d->error);
 }
 
@@ -22288,14 +22429,14 @@ static int64_t ra__cache_message(const ra_cache *c) {
 
 /* The longest message of keys that AUTO chooses. */
 static int64_t ra__keys_limit(const ra_cache *c) {
-    return ra__min(RA__FRAME_BYTES + 64 + c->most_keys, (int64_t)c->tp.max_msg);
+    return ra__min(RA__FRAME_BYTES + 64 + c->most_keys, (int64_t)c->talk.tp.max_msg);
 }
 
 /* Hashes what ranks must agree on in the descriptors. */
 static void ra__cache_agree(ra_cache *c, const ra_desc *d) {
     uint64_t *topic = c->agreed.topic;
     const int64_t travel[] = { c->cd.queries, c->cd.travel };
-    const int64_t rest[] = { ra__keys_limit(c), c->d.form, c->cd.checksums };
+    const int64_t rest[] = { ra__keys_limit(c), c->d.form, c->talk.rd.checksums };
     ra__agree(d, &c->d, &c->agreed);
     topic[RA__AGREE_SIZES] = ra__hash_i64(topic[RA__AGREE_SIZES], c->most_rows);
     topic[RA__AGREE_LAYOUT] = ra__hash_i64(topic[RA__AGREE_LAYOUT], c->lanes);
@@ -22303,90 +22444,27 @@ static void ra__cache_agree(ra_cache *c, const ra_desc *d) {
     topic[RA__AGREE_MESSAGES] = ra__hash(topic[RA__AGREE_MESSAGES], rest, sizeof rest);
 }
 
-RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
-                                       const ra_cache_desc *cd) {
-    ra_error *e = d ? d->error : NULL;
-    ra_cache c, *made;
-    ra__arena a = { NULL, 0 };
-    int64_t need, align;
-    if (!out) return ra__refuse(e, RA_E_NULL, "out", "is required", 0);
-    *out = NULL;
-    ra_status s = ra__cache_resolve(d, cd, &c);
-    if (!s) s = ra__tp_check(net, c.rank, c.ranks, 0, e);
-    if (s) return s;
-    c.has_transport = c.ranks > 1;
-    if (c.has_transport) c.tp = ra__tp_resolved(net);
-    if (c.ranks > 2 && !(net->caps & RA_CAP_ANY_PEER))
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
-                          "lacks RA_CAP_ANY_PEER: ranks of a cache send to all others", 0);
-    if (c.has_transport && c.cd.queries == RA_QUERIES_ALL && c.cd.travel == RA_INFER_PASS_KV)
-        return ra__refuse_pair(e, RA_E_SHAPE, "cache.travel",
-                               "RA_INFER_# needs cache.queries = RA_QUERIES_OWN; with "
-                               "RA_QUERIES_@ every rank would compute every row",
-                               c.cd.travel, c.cd.queries);
-    align = ra__max(64, (int64_t)c.tp.align);
-    c.tp.align = (size_t)align;
-    need = ra__cache_bytes(&c, e);
-    if (!need) return RA_E_NOMEM;
-    c.bytes = c.cd.workspace ? (int64_t)c.cd.workspace_bytes : need;
-    if (c.bytes < need)
-        return ra__refuse_pair(e, RA_E_WORKSPACE, "cache.workspace_bytes",
-                               "# is less than the @ bytes that this cache needs", c.bytes, need);
-    c.base = c.cd.workspace ? (uint8_t *)c.cd.workspace
-                            : (uint8_t *)ra__alloc(&c.cd.allocator, need, 64);
-    if (!c.base)
-        return ra__refuse(e, RA_E_NOMEM, "cache.allocator",
-                          "returned null for the # bytes of the workspace", need);
-    a.base = c.base;
-    ra__cache_carve_tables(&a, &c);
-    ra__lane_tables(&c);
-    ra__cache_carve(&a, &c);
-    ra__lane_positions(&c);
-    c.d.layout.weights = NULL;         /* the tables have them */
-    if (!c.cd.watchdog_ns) c.cd.watchdog_ns = RA__QUIET_NS;
-    if (!c.cd.quiesce_ns) c.cd.quiesce_ns = RA__QUIET_NS / 2;
-    ra__cache_agree(&c, d);
-    made = (ra_cache *)(void *)c.base;
-    *made = c;
-    if (c.has_transport) s = ra__link_open(&made->link, &made->tp, c.rank, c.ranks, e);
-    if (s) {
-        if (!c.cd.workspace) ra__free(&c.cd.allocator, c.base, (size_t)c.bytes);
-        return s;
-    }
-    if (c.has_transport && ra__cache_message(made) > (int64_t)c.tp.max_msg) {
-        s = ra__refuse_pair(e, RA_E_TRANSPORT, "transport.max_msg",
-                            "# is less than the @ bytes of a message: lower cache.new_tokens",
-                            (int64_t)c.tp.max_msg, ra__cache_message(made));
-        (void)ra_cache_destroy(made);
-        return s;
-    }
-    c.tp = made->tp;
-    if (c.has_transport && c.tp.reg && c.tp.reg(c.tp.ctx, c.base, (size_t)c.bytes, &made->mr))
-        made->mr = NULL;
-    *out = made;
-    return RA_OK;
-}
-
 /* -------------------------------------------------------------------------- a call */
 static ra_status ra__cache_check_counts(ra_cache *c, const int64_t *cached, const int64_t *fresh) {
+    ra_error *e = &c->talk.refusal;
     int64_t sum = 0;
-    if (!cached) return ra__refuse(&c->why, RA_E_NULL, "cached", "is required", 0);
-    if (!fresh) return ra__refuse(&c->why, RA_E_NULL, "fresh", "is required", 0);
+    if (!cached) return ra__refuse(e, RA_E_NULL, "cached", "is required", 0);
+    if (!fresh) return ra__refuse(e, RA_E_NULL, "fresh", "is required", 0);
     for (int32_t b = 0; b < c->d.sequences; b++) {
         if (cached[b] < 0 || cached[b] > c->d.kv_tokens)
-            return ra__refuse_pair(&c->why, RA_E_RANGE, "cached", "# is not in 0..@ (kv_tokens)",
+            return ra__refuse_pair(e, RA_E_RANGE, "cached", "# is not in 0..@ (kv_tokens)",
                                    cached[b], c->d.kv_tokens);
         if (fresh[b] < 0 || fresh[b] > c->d.tokens)
-            return ra__refuse_pair(&c->why, RA_E_RANGE, "fresh", "# is not in 0..@ (tokens)",
+            return ra__refuse_pair(e, RA_E_RANGE, "fresh", "# is not in 0..@ (tokens)",
                                    fresh[b], c->d.tokens);
         if (cached[b] + fresh[b] > c->d.kv_tokens)
-            return ra__refuse_pair(&c->why, RA_E_RANGE, "fresh",
+            return ra__refuse_pair(e, RA_E_RANGE, "fresh",
                                    "and cached tokens of a sequence are # together, above "
                                    "kv_tokens, @", cached[b] + fresh[b], c->d.kv_tokens);
         sum += fresh[b];
     }
     if (sum > c->most_rows)
-        return ra__refuse_pair(&c->why, RA_E_RANGE, "fresh",
+        return ra__refuse_pair(e, RA_E_RANGE, "fresh",
                                "has # tokens, above cache.new_tokens, @", sum, c->most_rows);
     return RA_OK;
 }
@@ -22697,7 +22775,7 @@ static void ra__merge_swaps(ra_cache *c) {
 /* Places the queries that come from each rank, and the partial results that go to it. How many they
  * are changes from call to call, but together they are those of the rows of the call. */
 static void ra__cache_place_messages(ra_cache *c) {
-    const int64_t align = (int64_t)c->tp.align, row = ra__query_bytes(&c->d);
+    const int64_t align = (int64_t)c->talk.tp.align, row = ra__query_bytes(&c->d);
     uint8_t *in = c->q_in, *to = c->partial_to;
     if (c->cd.queries != RA_QUERIES_OWN && c->travel != RA_INFER_MERGE) return;
     for (int32_t r = 0; r < c->ranks && to; r++) {
@@ -22853,7 +22931,7 @@ static ra_status ra__cache_check_lane(ra_cache *c, const ra_pages *p, int32_t b,
                          (u->seen.begin < u->seen.end &&
                           (i + 1) * x.tokens > from + u->seen.begin);
         if (x.table[i] < -!seen || x.table[i] >= p->count)
-            return ra__refuse_pair(&c->why, RA_E_RANGE, "t.pages.table",
+            return ra__refuse_pair(&c->talk.refusal, RA_E_RANGE, "t.pages.table",
                                    "has page #, which is not in 0..@ (-1: seen by no row)",
                                    x.table[i], p->count - 1);
     }
@@ -22884,7 +22962,7 @@ static ra_status ra__cells_check(ra_cache *c, const ra_pages *p, int32_t b,
             const int meets = ra__max(first, 0) < ra__min(last, u->kept) ||
                               ra__max(first, u->seen.begin) < ra__min(last, u->seen.end);
             if (!meets || (y->b == b && y->entry == i)) continue;
-            return ra__refuse_pair(&c->why, RA_E_SHAPE, "t.pages.table",
+            return ra__refuse_pair(&c->talk.refusal, RA_E_SHAPE, "t.pages.table",
                                    "has page # for new tokens of sequence @ and for other rows "
                                    "that are seen", page, y->b);
         }
@@ -22959,22 +23037,23 @@ static void ra__cache_agree_call(ra_cache *c) {
 }
 
 /* Counts the messages of a call, for a transport that has sendrecv alone. */
-static void ra__cache_begin_link(ra_cache *c) {
-    ra__link_rest(&c->link);
-    memset(c->left, 0, (size_t)c->ranks * sizeof *c->left);
+static void ra__cache_begin_link(ra_cache *c, int64_t deadline_ns) {
+    int32_t *left = c->talk.left;
+    ra__link_rest(&c->talk.link);
+    memset(left, 0, (size_t)c->ranks * sizeof *left);
     for (int32_t i = 0; i < c->swaps; i++)
         for (int side = 0; side < 2; side++) {
             const ra_transport_op *op = &c->swap[i].side[side].op;
-            if (op->len) c->left[op->peer]++;
+            if (op->len) left[op->peer]++;
         }
-    ra__link_begin(&c->link, c->left, c->deadline, c->cd.watchdog_ns);
+    ra__talk_begin_link(&c->talk, deadline_ns);
 }
 
 /* Checks a call, and plans it: what travels, portions, swaps. Sends nothing. */
 static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                  const int64_t *fresh, int64_t deadline_ns) {
     const ra_desc *d = &c->d;
-    ra_error *e = &c->why;
+    ra_error *e = &c->talk.refusal;
     ra__work w;
     ra__view kv[2];
     ra__extent extent[RA__TENSOR_LSE + 1];
@@ -22990,18 +23069,18 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
                           "entries of t.pages.table", 0);
     ra__cache_set_counts(c, cached, fresh);
     for (int32_t r = 0; r < c->ranks && c->travel == RA_INFER_PASS_KV; r++)
-        if (ra__keys_length(c, r) > (int64_t)c->tp.max_msg)
+        if (ra__keys_length(c, r) > (int64_t)c->talk.tp.max_msg)
             return ra__refuse_pair(e, RA_E_TRANSPORT, "transport.max_msg",
                                    "# is less than the bytes of @ rows of keys, which "
                                    "RA_INFER_PASS_KV sends in one message: take RA_INFER_AUTO",
-                                   (int64_t)c->tp.max_msg, c->rank_keys[r]);
+                                   (int64_t)c->talk.tp.max_msg, c->rank_keys[r]);
     memset(&w, 0, sizeof w);
     rows.q = ra__cache_longest(c);
     rows.k = ra_cache_rows(c);
     s = ra__check_tensors(d, t, &rows, &w, kv, extent, e);
     if (!s) s = ra__check_outputs(d, t, &rows, &w, extent, e);
     if (!s) s = ra__cache_check_tables(c, &t->pages);
-    if (!s && !ra__tp_turn(&c->tp)) s = ra__crew_no_turn(e, &c->tp, c->call);
+    if (!s) s = ra__talk_turn(&c->talk, &c->talk.tp, e);
     if (s) return s;
     c->t = *t;
     c->q = w.q;
@@ -23009,136 +23088,51 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     c->lse = w.lse;
     c->k = kv[0];
     c->v = kv[1];
-    if (c->has_transport) ra__cache_agree_call(c);
-    c->deadline = deadline_ns;
-    ra__store_i64(&c->call, c->call + 1);
+    if (c->talk.has_transport) ra__cache_agree_call(c);
+    ra__store_i64(&c->talk.pass, c->talk.pass + 1);
     ra__cache_swaps(c);
     ra__cache_join_sequences(c, &t->pages);
     ra__cache_assign_slots(c);
-    if (c->tp.post == ra__link_post) ra__cache_begin_link(c);
+    if (c->talk.tp.post == ra__link_post) ra__cache_begin_link(c, deadline_ns);
     ra__store_i32(&c->holding, 0);
     ra__store_i32(&c->stage, 0);
     ra__store_i32(&c->open, 0);
-    ra__store_i64(&c->progress_ns, ra_now_ns());
-    ra__store_i64(&c->looked_ns, ra_now_ns());
-    c->polled_ns = 0;
-    ra__store_i32(&c->crew.state, RA_RING_RUNNING);
+    ra__store_i32(&c->talk.met, 0);
+    c->urgent = 1;
+    ra__talk_start(&c->talk, deadline_ns);
     return RA_OK;
 }
 
-/* -------------------------------------------------------------------------- failure */
-static void ra__cache_abort(ra_cache *c, ra_status why) {
-    if (c->has_transport && c->tp.abort && ra__cas_i32(&c->aborted, 0, 1))
-        (void)c->tp.abort(c->tp.ctx, why);
+/* 1: all messages of the call have moved. */
+static int ra__swaps_done(const ra_cache *c) {
+    for (int32_t i = 0; i < c->swaps; i++)
+        for (int side = 0; side < 2; side++)
+            if (c->swap[i].side[side].state != RA__SWAP_DONE) return 0;
+    return 1;
 }
 
-/* Records the first failure of a call, and aborts. Returns the status that all threads return. */
-static ra_status ra__cache_fail(ra_cache *c, ra_status s, const char *field, const char *text,
-                                int64_t value) {
-    if (ra__load_i32(&c->cancelled)) s = RA_E_CANCELLED;
-    if (ra__cas_i32(&c->crew.state, RA_RING_RUNNING, RA_RING_FAILED)) {
-        (void)ra__refuse(&c->why, s, field, text, value);
-        ra__store_i32(&c->crew.failed, s);
-        ra__cache_abort(c, s);
-    }
-    return ra__load_i32(&c->crew.failed) ? ra__load_i32(&c->crew.failed) : s;
-}
-
-/* The call fails with a code that the transport returned about a peer. */
-static ra_status ra__cache_op_failed(ra_cache *c, int code, int32_t peer) {
-    const char *text = "the transport failed on a message of rank #";
-    if (code == RA_E_PEER) text = "rank # is gone or silent";
-    if (code == RA_E_TRUNC) text = "a message of rank # has another length: are all counts equal?";
-    if (code == RA_E_ABORTED) text = "another rank failed or was cancelled, as rank # shows";
-    if (code == RA_E_TIMEOUT) text = "the deadline passed while this rank waited for rank #";
-    return ra__cache_fail(c, ra__ring_code(code), "transport", text, peer);
-}
-
-/* The peer of the first swap that is not done. */
-static int32_t ra__cache_awaits(const ra_cache *c) {
+/* The message that this rank waits for: the first that has not moved. */
+static ra__cause ra__cache_awaits(const void *of) {
+    const ra_cache *c = (const ra_cache *)of;
     for (int32_t i = 0; i < c->swaps; i++)
         for (int side = 0; side < 2; side++)
             if (ra__load_i32(&c->swap[i].side[side].state) != RA__SWAP_DONE)
-                return c->swap[i].side[side].op.peer;
-    return RA_NO_PEER;
+                return ra__cause_of(&c->talk, c->swap[i].side[side].op.peer,
+                                    side == RA__SWAP_OUT);
+    return ra__nobody;
 }
 
-/* The transport itself has failed, with a code. */
-static ra_status ra__cache_context_failed(ra_cache *c, int code) {
-    int32_t peer = ra__cache_awaits(c);
-    for (int i = 0; i < 2 && c->tp.post == ra__link_post; i++)     /* a sendrecv with these two */
-        if (c->link.peer[i] >= 0) peer = c->link.peer[i];
-    return ra__cache_op_failed(c, code, peer);
-}
-
-/* Checks whether the call has failed or was cancelled, its deadline and the watchdog. */
-static ra_status ra__cache_alarm(ra_cache *c) {
-    const int64_t now = ra_now_ns(), looked = ra__load_i64(&c->looked_ns);
-    ra__store_i64(&c->looked_ns, now);
-    if (ra__load_i32(&c->crew.failed)) return ra__load_i32(&c->crew.failed);
-    if (ra__load_i32(&c->cancelled))
-        return ra__cache_fail(c, RA_E_CANCELLED, "cache", "ra_infer_cancel was called in call #",
-                              c->call);
-    if (c->deadline && now > c->deadline)
-        return ra__cache_op_failed(c, RA_E_TIMEOUT, ra__cache_awaits(c));
-    if (!c->has_transport || ra__load_i32(&c->open) ||
-        now - ra__load_i64(&c->progress_ns) <= c->cd.watchdog_ns)
-        return RA_OK;
-    if (now - looked <= c->cd.watchdog_ns)
-        return ra__cache_op_failed(c, RA_E_PEER, ra__cache_awaits(c));
-    ra__store_i64(&c->progress_ns, now);       /* while no thread called, nothing timed out */
-    return RA_OK;
+/* While a stage is open this rank computes, and waits for nobody. */
+static int64_t ra__cache_patience(void *of) {
+    const ra_cache *c = (const ra_cache *)of;
+    return ra__load_i32(&c->open) ? INT64_MAX : c->talk.rd.watchdog_ns;
 }
 
 /* -------------------------------------------------------------------------- messages */
 static ra__frame ra__cache_frame(const ra_cache *c, int32_t kind, int32_t origin, int64_t length) {
-    ra__frame f = ra__frame_of(kind, origin, c->call, c->hash, length);
+    ra__frame f = ra__frame_of(kind, origin, c->talk.pass, c->hash, length);
     f.topics = c->topics;
     return ra__frame_sealed(f);
-}
-
-/* 1: a message of this length has a checksum. */
-static int ra__cache_sums(const ra_cache *c, int64_t length) {
-    return c->cd.checksums && length > RA__FRAME_BYTES;
-}
-
-/* Checks the frame of a message that has come, and its data. The first disagreement is named, by
- * the bytes of topics and, after those, of counts. */
-static ra_status ra__cache_check_frame(ra_cache *c, const ra__swap *x) {
-    static const char *const name[RA__AGREE_TOPICS + 2] = {
-        "(kv_)tokens, dims or cache.new_tokens", "dtypes or arith", "mask",
-        "layout.weights or cache.lanes",
-        "scale, softcap, scores, alibi or sinks", "cache.queries or cache.travel",
-        "form, rates, checksums or transport", "cached or fresh", "an agreed field" };
-    const ra_transport_op *in = &x->side[RA__SWAP_IN].op;
-    const ra__frame due = ra__cache_frame(c, x->kind, in->peer, (int64_t)in->len);
-    const ra__between pause = { NULL, NULL };
-    uint64_t differ = 0;
-    int topic = 0;
-    const ra_status s = ra__frame_check(in->buf, &due, &differ);
-    if (s == RA_OK && (!ra__cache_sums(c, (int64_t)in->len) ||
-                       ra__frame_holds(&pause, (const uint8_t *)in->buf, (int64_t)in->len)))
-        return s;
-    if (s == RA_OK)
-        return ra__cache_fail(c, RA_E_PROTO, "transport",
-                              "the checksum of a message of rank # is wrong", in->peer);
-    if (s != RA_E_MISMATCH)
-        return ra__cache_fail(c, s, "transport",
-                              "a frame of rank # is damaged or not the one expected", in->peer);
-    while (topic <= RA__AGREE_TOPICS && !(differ >> 8 * topic & 255)) topic++;
-    return ra__cache_fail(c, s, name[topic], "has another value on rank #", in->peer);
-}
-
-/* A message has another length than agreed. If its frame has come, that says why. */
-static ra_status ra__cache_length_failed(ra_cache *c, const ra__swap *x, int side) {
-    const ra_transport_op *op = &x->side[side].op;
-    ra__frame f;
-    if (side == RA__SWAP_IN && op->done >= RA__FRAME_BYTES) {
-        memcpy(&f, op->buf, sizeof f);
-        if (f.magic == RA__MAGIC && f.pass == c->call && f.hash != c->hash)
-            return ra__cache_check_frame(c, x);
-    }
-    return ra__cache_op_failed(c, RA_E_TRUNC, op->peer);
 }
 
 /* Puts the frame of a message before its data. */
@@ -23146,7 +23140,8 @@ static void ra__cache_put_frame(const ra_cache *c, uint8_t *message, int32_t kin
     const ra__frame f = ra__cache_frame(c, kind, c->rank, length);
     const ra__between pause = { NULL, NULL };
     memcpy(message, &f, sizeof f);
-    if (ra__cache_sums(c, length)) ra__frame_seal(&pause, message, length, length);
+    if (c->talk.rd.checksums && length > RA__FRAME_BYTES)
+        ra__frame_seal(&pause, message, length, length);
 }
 
 static void ra__cache_pack_q(ra_cache *c) {
@@ -23291,10 +23286,28 @@ static void ra__cache_pack_next(ra_cache *c, int32_t stage) {
     if (stage == 1 && c->travel == RA_INFER_MERGE) ra__cache_pack_sums(c);
 }
 
+/* The frame of the message that a swap receives. */
+static ra__frame ra__swap_due(const ra_cache *c, const ra__swap *x) {
+    const ra_transport_op *in = &x->side[RA__SWAP_IN].op;
+    return ra__cache_frame(c, x->kind, in->peer, (int64_t)in->len);
+}
+
+/* Makes an event of a message that is posted, is sent or has come. */
+static void ra__swap_event(ra_cache *c, const ra_transport_op *op, int posted) {
+    const int sending = op->kind == RA_MSG_SEND;
+    ra_event e = ra__event_none();
+    e.peer = op->peer;
+    e.bytes = (int64_t)op->len;
+    e.begin_ns = posted ? ra__talk_now(&c->talk) : c->talk.begin_ns;
+    if (posted) ra__talk_event(&c->talk, sending ? RA_EV_POST_SEND : RA_EV_POST_RECV, -1, &e);
+    else ra__talk_event(&c->talk, sending ? RA_EV_SEND : RA_EV_RECV, -1, &e);
+}
+
 /* Under comm: checks a message that has come, and takes what is in it. */
 static ra_status ra__swap_received(ra_cache *c, ra__swap *x) {
     const ra_transport_op *in = &x->side[RA__SWAP_IN].op;
-    ra_status s = ra__cache_check_frame(c, x);
+    const ra__frame due = ra__swap_due(c, x);
+    ra_status s = ra__talk_check(&c->talk, in, &due, ra__cause_of(&c->talk, in->peer, 0));
     if (s) return s;
     ra__store_i32(&x->side[RA__SWAP_IN].state, RA__SWAP_DONE);
     if (x->kind == RA__FRAME_Q)
@@ -23313,55 +23326,66 @@ static ra_transport_op *ra__swap_op(ra_cache *c, int32_t i, int side) {
     ra__swap_side *x = &c->swap[i].side[side];
     if (x->state != RA__SWAP_IDLE) return &x->op;
     x->op.kind = side == RA__SWAP_OUT ? RA_MSG_SEND : RA_MSG_RECV;
-    x->op.tag = ra__tp_tag(&c->tp, c->call * RA__FRAME_KINDS + c->swap[i].kind);
-    x->op.mr = c->mr;
+    x->op.tag = ra__tp_tag(&c->talk.tp, c->talk.pass * RA__FRAME_KINDS + c->swap[i].kind);
+    x->op.mr = c->talk.mr;
     ra__store_i32(&x->state, RA__SWAP_POSTED);
+    ra__swap_event(c, &x->op, 1);
     return &x->op;
 }
 
 /* Lists the ops that are posted or may be: receives first, at most half of max_ops each. */
-static int ra__cache_list(ra_cache *c) {
+static int ra__cache_list(void *of) {
+    ra_cache *c = (ra_cache *)of;
     const int32_t stage = ra__load_i32(&c->stage);
     int n = 0;
     for (int side = 0; side < 2; side++) {
-        int room = (int)(c->tp.max_ops / 2);
+        int room = (int)(c->talk.tp.max_ops / 2);
         for (int32_t i = 0; i < c->swaps && room > 0; i++) {
             if (c->swap[i].side[side].state == RA__SWAP_DONE) continue;
             if (c->swap[i].side[side].after > stage) break;
-            c->list[n++] = ra__swap_op(c, i, side);
+            c->talk.list[n++] = ra__swap_op(c, i, side);
             room--;
         }
     }
     return n;
 }
 
-/* Posts, polls and takes what is done. 1: something moved, < 0: the call failed. If what
- * this rank sends has another length than the receiver expects, the receiver finds out why: it is
- * left to fail, and to abort this rank. */
+/* Takes one side of a swap if its message has ended. 1: it has, < 0: the call failed. If what this
+ * rank sends has another length than the receiver expects, the receiver finds out why: it is left
+ * to fail, and to abort this rank. */
+static int ra__swap_take(ra_cache *c, ra__swap *x, int side) {
+    const ra_transport_op *op = &x->side[side].op;
+    const int in = side == RA__SWAP_IN, ended = ra__op_ended(op);
+    if (!ended) return 0;
+    if (ended < 0 && (in || ended != RA_E_TRUNC || !c->talk.tp.abort)) {
+        const ra__frame due = ra__swap_due(c, x);
+        return ra__talk_op_failed(&c->talk, op, in ? &due : NULL,
+                                  ra__cause_of(&c->talk, op->peer, !in));
+    }
+    ra__swap_event(c, op, 0);
+    if (in) {
+        const ra_status s = ra__swap_received(c, x);
+        return s ? s : 1;
+    }
+    ra__store_i32(&x->side[side].state, RA__SWAP_DONE);
+    return 1;
+}
+
+/* Posts, polls and takes what is done. 1: something moved, < 0: the call failed. */
 static int ra__cache_drive(ra_cache *c) {
-    int n = ra__cache_list(c), idle = 0, moved = 0, awaited = 0, code = RA_OK;
-    for (int i = 0; i < n; i++) idle |= c->list[i]->state == RA_MSG_IDLE;
-    if (idle) code = c->tp.post(c->tp.ctx, c->list, n);
-    if (code >= 0) code = c->tp.poll(c->tp.ctx, c->list, n);
-    if (code < 0) return ra__cache_context_failed(c, code);
-    for (int i = 0; i < n; i++)
-        awaited |= c->list[i]->state == RA_MSG_IDLE ||
-                   (c->list[i]->kind == RA_MSG_SEND && c->list[i]->state == RA_MSG_PENDING);
-    c->polled_ns = awaited ? 0 : ra_now_ns();
+    int moved = 0;
+    ra_status s = ra__talk_drive(&c->talk);
+    if (s) return s;
+    c->urgent = 0;
     for (int32_t i = 0; i < c->swaps; i++) {
         for (int side = 0; side < 2; side++) {
-            ra__swap_side *x = &c->swap[i].side[side];
-            const ra_transport_op *op = &x->op;
+            const ra__swap_side *x = &c->swap[i].side[side];
             if (x->state != RA__SWAP_POSTED) continue;
-            const int cut = op->state == RA_E_TRUNC ||
-                            (op->state == RA_MSG_DONE && op->done && op->done != op->len);
-            if (cut && (side == RA__SWAP_IN || !c->tp.abort))
-                return ra__cache_length_failed(c, &c->swap[i], side);
-            if (op->state < 0 && !cut) return ra__cache_op_failed(c, op->state, op->peer);
-            if (op->state != RA_MSG_DONE && !cut) continue;
-            moved = 1;
-            if (side == RA__SWAP_OUT) ra__store_i32(&x->state, RA__SWAP_DONE);
-            else if (ra__swap_received(c, &c->swap[i])) return ra__load_i32(&c->crew.failed);
+            c->urgent |= x->op.state == RA_MSG_IDLE ||
+                         (side == RA__SWAP_OUT && x->op.state == RA_MSG_PENDING);
+            const int took = ra__swap_take(c, &c->swap[i], side);
+            if (took < 0) return took;
+            moved |= took;
         }
     }
     return moved;
@@ -24111,11 +24135,9 @@ static int ra__stage_turn(ra_cache *c) {
 
 /* Under comm: ends the call if all stages and swaps are done; 1: it has ended. */
 static int ra__cache_complete(ra_cache *c) {
-    if (ra__load_i32(&c->stage) < c->stages) return 0;
-    if (ra__cache_awaits(c) != RA_NO_PEER) return 0;
-    if (!ra__cas_i32(&c->crew.state, RA_RING_RUNNING, RA__RING_ENDING)) return 0;
-    ra__tp_rest(&c->tp);
-    ra__store_i32(&c->crew.state, RA_RING_IDLE);
+    if (ra__load_i32(&c->stage) < c->stages || !ra__swaps_done(c)) return 0;
+    if (!ra__talk_ends(&c->talk)) return 0;
+    ra__talk_ended(&c->talk);
     return 1;
 }
 
@@ -24125,24 +24147,26 @@ static int ra__cache_complete(ra_cache *c) {
  * 4096 sequences over 256, 4/1 heads of 32: 4100 -> 60 polls per call, 157 -> 14 ms of a rank. */
 static int ra__round_can_wait(const ra_cache *c) {
     int64_t word;
-    if (!c->has_transport || ra__load_i32(&c->open) != 1) return 0;
+    if (!c->talk.has_transport || c->urgent || ra__load_i32(&c->open) != 1) return 0;
     if (!ra__portions_left(c, &word)) return 0;
-    return ra__time_since(ra_now_ns(), c->polled_ns) < RA__POLL_NS;
+    return !ra__talk_poll_due(&c->talk);
 }
 
 /* Under comm: a round of communication. 1: something moved, < 0: the call failed. */
-static int ra__cache_round(ra_cache *c) {
+static int ra__cache_round(void *of, int computes) {
+    ra_cache *c = (ra_cache *)of;
     int moved = 0;
-    if (ra__load_i32(&c->stage) == 0 && !ra__load_i32(&c->open) && c->packed_call != c->call) {
+    if (computes && ra__round_can_wait(c)) return 0;
+    if (ra__load_i32(&c->stage) == 0 && !ra__load_i32(&c->open) && c->packed_call != c->talk.pass) {
         ra__cache_pack_all(c);
-        c->packed_call = c->call;
+        c->packed_call = c->talk.pass;
     }
-    if (c->has_transport && c->swaps) moved = ra__cache_drive(c);
+    if (c->talk.has_transport && c->swaps) moved = ra__cache_drive(c);
     if (moved < 0) return moved;
     while (ra__stage_turn(c)) moved = 1;
     if (moved) {
-        ra__store_i64(&c->progress_ns, ra_now_ns());
-        c->polled_ns = 0;
+        ra__talk_note_progress(&c->talk);
+        c->urgent = 1;
     }
     return ra__cache_complete(c) ? 1 : moved;
 }
@@ -24162,69 +24186,48 @@ static int64_t ra__portion_claim(ra_cache *c) {
     return -1;
 }
 
-/* Takes a desk with a portion for thread ith: its own desk with an unfinished portion, otherwise
- * any desk with a new portion, otherwise one that a thread left unfinished and has not returned to.
- * *more is set to 1 if there is such a desk, also if it was left too recently. */
-static ra__cache_desk *ra__cache_desk_take(ra_cache *c, int ith, int *more) {
-    const int32_t n = c->d.threads;
-    for (int32_t i = 0; i < 2 * n; i++) {
-        ra__cache_desk *y = &c->desk[(ith + i) % n];
-        const int adopt = i >= n, open = ra__load_i32(&y->open);
-        if (ra__load_i32(&y->busy) || (i > 0 && open != adopt)) continue;
-        if (adopt) *more = 1;
-        if (adopt && ra__add_i32(&y->idle, 1) + 1 < RA__PATIENT) continue;
-        if (!ra__cas_i32(&y->busy, 0, 1)) continue;
-        ra__store_i32(&y->idle, 0);
-        if (ra__load_i32(&y->open)) return y;
-        const int64_t portion = ra__portion_claim(c);
-        if (portion >= 0) {
-            y->x = ra__portion_new(c, portion);
-            ra__store_i32(&y->open, 1);
-            return y;
-        }
-        ra__store_i32(&y->busy, 0);
-    }
-    return NULL;
-}
-
-/* Does a step of the portion of a desk, and leaves the desk. */
-static ra_status ra__cache_desk_work(ra_cache *c, ra__cache_desk *y) {
-    const ra__fp mode = ra__fp_enter();
-    const int writes = ra__stage_writes(c, ra__load_i32(&c->stage));
-    const ra_status s = writes ? ra__cache_write(c, y) : ra__cache_compute(c, y);
-    ra__fp_leave(&mode);
-    if (s < 0) return ra__cache_fail(c, RA_E_ENGINE, "cache", "a portion ended with status #", s);
-    if (s == RA_OK) ra__store_i32(&y->open, 0);
-    ra__store_i32(&y->busy, 0);
-    if (s == RA_OK) (void)ra__add_i32(&c->holding, -1);
-    ra__store_i64(&c->progress_ns, ra_now_ns());
+/* Claims a portion for a slot, as ra__client.claim. */
+static ra_status ra__cache_claim(void *of, ra__slot *slot, int *moved) {
+    ra_cache *c = (ra_cache *)of;
+    const int64_t portion = ra__portion_claim(c);
+    (void)moved;
+    if (portion < 0) return RA_WAIT;
+    ((ra__cache_desk *)(void *)slot)->x = ra__portion_new(c, portion);
+    ra__store_i64(&slot->held, portion);
     return RA_AGAIN;
 }
 
-static ra_status ra__cache_step(ra_cache *c, int ith) {
-    const int computes = ith < c->d.threads;
-    int moved = 0;
-    ra_status s;
-    if (ra__load_i32(&c->crew.state) == RA_RING_IDLE) return RA_OK;
-    if ((s = ra__cache_alarm(c)) != RA_OK) return s;
-    if ((ith == 0 || !c->has_transport || (c->tp.caps & RA_CAP_ANY_THREAD)) &&
-        ra__cas_i32(&c->crew.comm, 0, 1)) {
-        if (ra__load_i32(&c->crew.state) == RA_RING_RUNNING &&
-            !(computes && ra__round_can_wait(c)))
-            moved = ra__cache_round(c);
-        ra__store_i32(&c->crew.comm, 0);
-        if (moved < 0) return moved;
-    }
-    if (ra__load_i32(&c->crew.state) == RA_RING_IDLE) return RA_OK;
-    ra__cache_desk *y = computes ? ra__cache_desk_take(c, ith, &moved) : NULL;
-    return y ? ra__cache_desk_work(c, y) : moved ? RA_AGAIN : RA_WAIT;
+/* Does a step of the portion of a slot. */
+static ra_status ra__cache_work(void *of, ra__slot *slot, int ith) {
+    ra_cache *c = (ra_cache *)of;
+    ra__cache_desk *y = (ra__cache_desk *)(void *)slot;
+    const ra__fp mode = ra__fp_enter();
+    const int writes = ra__stage_writes(c, ra__load_i32(&c->stage));
+    const ra_status s = writes ? ra__cache_write(c, y) : ra__cache_compute(c, y);
+    (void)ith;
+    ra__fp_leave(&mode);
+    if (s < 0) return ra__talk_fail(&c->talk, s, ra__nobody);
+    if (s == RA_OK) ra__store_i64(&slot->held, RA__NONE);
+    if (s == RA_OK) (void)ra__add_i32(&c->holding, -1);
+    ra__talk_note_progress(&c->talk);
+    return RA_AGAIN;
 }
+
+static const char *const ra__cache_topics[RA__AGREE_TOPICS + 1] = {
+    "(kv_)tokens, dims or cache.new_tokens", "dtypes or arith", "mask", "layout.weights or cache.lanes",
+    "scale, softcap, scores, alibi or sinks", "cache.queries or cache.travel",
+    "form, rates, checksums or transport", "cached or fresh" };
+
+static const ra__client ra__cache_client = {
+    ra__cache_topics, ra__cache_list, ra__cache_round, ra__cache_awaits, ra__cache_patience,
+    ra__cache_claim, ra__cache_work };
 
 /* RA_OK if a call may begin, otherwise the failure or a refusal. */
 static ra_status ra__cache_idle(ra_cache *c) {
-    if (ra__load_i32(&c->crew.failed)) return ra__load_i32(&c->crew.failed);
-    if (ra__add_i32(&c->crew.inside, 0) || ra__load_i32(&c->crew.state) != RA_RING_IDLE)
-        return ra__refuse(&c->why, RA_E_BUSY, "cache", "call # is under way", c->call);
+    if (ra__load_i32(&c->talk.failed)) return ra__load_i32(&c->talk.failed);
+    if (ra__add_i32(&c->talk.inside, 0) || ra__load_i32(&c->talk.state) != RA_RING_IDLE)
+        return ra__refuse(&c->talk.refusal, RA_E_BUSY, "cache", "call # is under way",
+                          c->talk.pass);
     return RA_OK;
 }
 
@@ -24234,18 +24237,8 @@ RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const in
     return s ? s : ra__cache_begin(c, t, cached, fresh, deadline_ns);
 }
 
-static ra_status ra__cache_step_any(void *of, int ith) {
-    ra_cache *c = (ra_cache *)of;
-    return ra__crew_agree(&c->crew, ra__cache_step(c, ith));
-}
-
 RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith) {
-    if (!c) return RA_E_NULL;
-    if (ith < 0) return RA_E_RANGE;
-    (void)ra__add_i32(&c->crew.inside, 1);
-    const ra_status s = ra__load_i64(&c->call) ? ra__cache_step_any(c, ith) : RA_E_STATE;
-    ra__crew_leave(&c->crew);
-    return s;
+    return c ? ra__talk_call(&c->talk, ith, "cache.pass") : RA_E_NULL;
 }
 
 static ra_status ra__cache_begin_job(void *of, const void *job) {
@@ -24255,41 +24248,7 @@ static ra_status ra__cache_begin_job(void *of, const void *job) {
 
 RINGATTN_API ra_status ra_infer_join(ra_cache *c, const ra_infer_job *job, int ith) {
     if (!c || !job) return RA_E_NULL;
-    const ra__joined j = { job->ticket, c, job, ra__cache_begin_job, ra__cache_step_any, &c->why };
-    return ra__join(&c->crew, &j, ith);
-}
-
-/* Waits in the transport if it can, otherwise sleeps for 50 us. */
-static void ra__cache_wait(ra_cache *c) {
-    if (c->has_transport && c->tp.wait && ra__cas_i32(&c->crew.comm, 0, 1)) {
-        const int live = ra__load_i32(&c->crew.state) == RA_RING_RUNNING && !ra__load_i32(&c->open);
-        const int n = live ? ra__cache_list(c) : 0;
-        const int64_t until = ra_now_ns() + (c->d.threads > 1 ? 200000 : 2000000);
-        const int code = n ? c->tp.wait(c->tp.ctx, c->list, n, until) : RA_OK;
-        if (code < 0) (void)ra__cache_context_failed(c, code);
-        ra__store_i32(&c->crew.comm, 0);
-        if (n) return;
-    }
-    ra__sleep_ns(50000);
-}
-
-/* 1: the transport has an op that is not done. */
-static int ra__cache_pending(const ra_cache *c) {
-    int pending = 0;
-    for (int32_t i = 0; i < c->swaps; i++)
-        for (int side = 0; side < 2; side++) {
-            const ra__swap_side *x = &c->swap[i].side[side];
-            pending |= x->state == RA__SWAP_POSTED && x->op.state == RA_MSG_PENDING;
-        }
-    return pending;
-}
-
-/* After a failure: waits until the transport touches no buffers any more. */
-static void ra__cache_quiet(ra_cache *c) {
-    const int64_t until = ra__add_sat(ra_now_ns(), c->cd.quiesce_ns);
-    if (!ra__load_i32(&c->crew.failed) || c->unsafe) return;
-    if (c->tp.quiesce ? c->tp.quiesce(c->tp.ctx, until) != RA_OK : ra__cache_pending(c))
-        c->unsafe = 1;
+    return ra__talk_join(&c->talk, job->ticket, job, ith, ra__cache_begin_job);
 }
 
 RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t *cached,
@@ -24299,7 +24258,7 @@ RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t 
     if (s) return s;
     while ((s = ra_infer_step(c, 0)) > 0) {
         idle = s == RA_AGAIN ? 0 : idle + 1;
-        if (idle > 40) ra__cache_wait(c);                  /* leaves the processor to other ranks */
+        if (idle > 40) ra__talk_wait(&c->talk, 0, 0);      /* leaves the processor to other ranks */
         else if (idle > 10) ra__yield();                   /* ranks may share a processor */
         else if (idle) ra__pause();
     }
@@ -24307,14 +24266,20 @@ RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t 
 }
 
 RINGATTN_API void ra_infer_cancel(ra_cache *c) {
-    if (!c) return;
-    ra__store_i32(&c->cancelled, 1);
-    ra__cache_abort(c, RA_E_CANCELLED);
+    if (c) ra__talk_cancel(&c->talk);
+}
+
+RINGATTN_API ra_status ra_cache_failure(const ra_cache *c, ra_failure *out) {
+    return ra__talk_failure(c ? &c->talk : NULL, out);
+}
+
+RINGATTN_API int ra_cache_events(const ra_cache *c, ra_event *out, int most) {
+    return ra__talk_events(c ? &c->talk : NULL, out, most);
 }
 
 RINGATTN_API const ra_error *ra_cache_error(const ra_cache *c) {
     static const ra_error none = { RA_OK, "", "" };
-    return c ? &c->why : &none;
+    return c ? &c->talk.refusal : &none;
 }
 
 RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const int64_t *fresh,
@@ -24349,22 +24314,60 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
     return RA_OK;
 }
 
+RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
+                                       const ra_cache_desc *cd) {
+    ra_error *e = d ? d->error : NULL;
+    ra_cache c, *made;
+    ra__talk *k = &c.talk;
+    const ra_ring_desc *rd = &k->rd;
+    ra__arena a = { NULL, 0 };
+    int64_t need;
+    if (!out) return ra__refuse(e, RA_E_NULL, "out", "is required", 0);
+    *out = NULL;
+    ra_status s = ra__cache_resolve(d, cd, &c);
+    if (!s) s = ra__tp_check(net, c.rank, c.ranks, 0, e);
+    if (s) return s;
+    k->has_transport = c.ranks > 1;
+    if (k->has_transport) k->tp = ra__tp_resolved(net);
+    if (c.ranks > 2 && !(net->caps & RA_CAP_ANY_PEER))
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
+                          "lacks RA_CAP_ANY_PEER: ranks of a cache send to all others", 0);
+    if (k->has_transport && c.cd.queries == RA_QUERIES_ALL && c.cd.travel == RA_INFER_PASS_KV)
+        return ra__refuse_pair(e, RA_E_SHAPE, "cache.travel",
+                               "RA_INFER_# needs cache.queries = RA_QUERIES_OWN; with "
+                               "RA_QUERIES_@ every rank would compute every row",
+                               c.cd.travel, c.cd.queries);
+    if (k->tp.align < 64) k->tp.align = 64;
+    need = ra__cache_bytes(&c, e);
+    if (!need) return RA_E_NOMEM;
+    k->bytes = rd->workspace ? (int64_t)rd->workspace_bytes : need;
+    if (k->bytes < need)
+        return ra__refuse_pair(e, RA_E_WORKSPACE, "cache.workspace_bytes",
+                               "# is less than the @ bytes that this cache needs", k->bytes, need);
+    k->base = (uint8_t *)(rd->workspace ? rd->workspace : ra__alloc(&rd->allocator, need, 64));
+    if (!k->base)
+        return ra__refuse(e, RA_E_NOMEM, "cache.allocator",
+                          "returned null for the # bytes of the workspace", need);
+    a.base = k->base;
+    ra__cache_carve_tables(&a, &c);
+    ra__lane_tables(&c);
+    ra__cache_carve(&a, &c);
+    ra__lane_positions(&c);
+    c.d.layout.weights = NULL;         /* the tables have them */
+    ra__cache_agree(&c, d);
+    made = (ra_cache *)(void *)k->base;
+    *made = c;
+    if (k->has_transport && ra__cache_message(&c) > (int64_t)k->tp.max_msg)
+        s = ra__refuse_pair(e, RA_E_TRANSPORT, "transport.max_msg",
+                            "# is less than the @ bytes of a message: lower cache.new_tokens",
+                            (int64_t)k->tp.max_msg, ra__cache_message(&c));
+    if (!s) s = ra__talk_open(&made->talk, &ra__cache_client, c.ranks, e);
+    if (!s) *out = made;
+    else if (!rd->workspace) ra__free(&rd->allocator, k->base, (size_t)k->bytes);
+    return s;
+}
 RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
-    ra_allocator a;
-    if (!c) return RA_OK;
-    const int in_pass = ra__load_i32(&c->crew.state) != RA_RING_IDLE;
-    if (ra__load_i32(&c->crew.state) == RA_RING_RUNNING || ra__load_i32(&c->cancelled)) {
-        ra__store_i32(&c->crew.state, RA_RING_RUNNING);
-        (void)ra__cache_fail(c, RA_E_CANCELLED, "cache", "was destroyed in call #", c->call);
-    }
-    if (c->has_transport) ra__cache_quiet(c);
-    if (in_pass) ra__tp_turn_ends(&c->tp);
-    if (c->unsafe) return RA_E_UNSAFE;
-    ra__link_close(&c->link);
-    if (c->mr && c->tp.dereg) (void)c->tp.dereg(c->tp.ctx, c->mr);
-    a = c->cd.allocator;
-    if (!c->cd.workspace) ra__free(&a, c->base, (size_t)c->bytes);
-    return RA_OK;
+    return c ? ra__talk_close(&c->talk) : RA_OK;
 }
 
 #endif /* RINGATTN_NO_RINGS */
@@ -24404,7 +24407,7 @@ RA__OPTIMIZE_END
 #undef RA__X86
 #undef RA__NEON
 #undef RA__INLINE
-#undef RA__NO_FOLD
+#undef RA__NONE
 #undef RA__NOINLINE
 #undef RA__COLD
 #undef RA__UNUSED

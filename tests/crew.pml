@@ -1,4 +1,4 @@
-/* How the threads of a failed pass stop (ra__crew_announce of ringattn.h), for Spin. Threads enter
+/* How the threads of a failed pass stop (ra__talk_part of ringattn.h), for Spin. Threads enter
  * ra_step, compute on memory of other ranks unless they see the failure, and leave; one waits in the
  * transport without being inside, and may be the one that fails. The last to leave, and the one that
  * waited, announce that this rank reads nothing of others any more.

@@ -102,21 +102,23 @@ static const char *longest_text(void *ctx, int code) {
     return (const char *)ctx;
 }
 
-void hook_longest_failure(ra_status status, const char *text, ra_failure *out) {
-    ra_ring ring = { 0 };
-    ra__blame blame = ra__nobody;
-    ring.has_transport = 1;
-    ring.tp.error_text = longest_text;
-    ring.tp.ctx = (void *)(uintptr_t)text;
-    ring.differ = UINT64_MAX;
+void hook_longest_failure(int cache, ra_status status, const char *text, ra_failure *out) {
+    static const ra__client *const clients[2] = { &ra__ring_client, &ra__cache_client };
+    ra__talk talk = { 0 };
+    ra__cause cause = ra__nobody;
+    talk.client = clients[cache];
+    talk.has_transport = talk.rd.trust_plans = 1;
+    talk.tp.error_text = longest_text;
+    talk.tp.ctx = (void *)(uintptr_t)text;
+    talk.differ = UINT64_MAX;
     memset(out, 0, sizeof *out);
     out->status = status;
     out->rank = out->peer = out->code = INT32_MIN;
     out->peer = INT32_MAX;
     out->pass = INT64_MIN;
     out->chunk = out->since_progress_ns = INT64_MAX;
-    blame.moved = INT64_MAX;
-    ra__failure_text(&ring, out, &blame);
+    cause.moved = INT64_MAX;
+    ra__failure_text(&talk, out, &cause);
 }
 
 int64_t hook_open_ops(const ra_transport *t) {
@@ -124,11 +126,11 @@ int64_t hook_open_ops(const ra_transport *t) {
 }
 
 void hook_remember(ra_ring *ring, const ra_event *e) {
-    ra__journal_put(&ring->journal, e);
+    ra__journal_put(&ring->talk.journal, e);
 }
 
 int64_t hook_parted(const ra_ring *ring) {
-    return ring->crew.parted;
+    return ring->talk.parted;
 }
 
 void hook_short_steps(ra_ring *ring, int64_t tiles) {

@@ -50,9 +50,9 @@ uint32_t hook_crc_by_table(uint32_t crc, const void *data, int64_t bytes);
  * `ns` each. */
 int64_t hook_patience(const ra_plan *plan, int pass, int64_t tiles, int64_t ns);
 
-/* The failure with this status whose sentence is longest: all numbers have all digits, ranks
- * disagree about everything, and text is the transport's own. */
-void hook_longest_failure(ra_status status, const char *text, ra_failure *out);
+/* The failure of a ring or a cache with this status whose sentence is longest: all numbers have all
+ * digits, ranks disagree about everything, and text is the transport's own. */
+void hook_longest_failure(int cache, ra_status status, const char *text, ra_failure *out);
 
 /* Operations of a world's rank that are pending. */
 int64_t hook_open_ops(const ra_transport *t);

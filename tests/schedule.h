@@ -1279,14 +1279,14 @@ static ra_status far_apart_rank(ra_world *world, int rank, void *user) {
     t.o.data = room + 3 * ROWS;
     ra_status s = ra_cache_create(&c, &d, ra_world_transport(world, rank), &cd);
     if (s) return s;
-    c->call = turns - 1;
+    c->talk.pass = turns - 1;
     for (int i = 0; i < 2 && !s; i++) {
         for (int j = 0; j < ROWS; j++) room[j] = room[ROWS + j] = room[2 * ROWS + j] = 1.0f;
         memset(room + 3 * ROWS, 0, sizeof *room * ROWS);
         s = ra_infer(c, &t, &none, &all, ra_deadline_ms(20000));
         for (int j = 0; j < ROWS / 2 && !s; j++)           /* a rank has half of the rows */
             if (fabsf(room[3 * ROWS + j] - 1.0f) > 1e-5f) s = RA_E_SHAPE;
-        c->call += turns - 1;
+        c->talk.pass += turns - 1;
     }
     (void)ra_cache_destroy(c);
     return s;

@@ -1645,7 +1645,8 @@ typedef struct spoilt {
     int32_t travel, queries, checksums, level_0;
     int at, come;                      /* of rank 0; -1: nothing is changed; messages with data */
     ra_status end[3], left[3];         /* of ra_infer, of ra_cache_destroy */
-    ra_error why;
+    ra_error why;                      /* of rank 0 */
+    ra_failure failure;
     float o[3][64][4][32];
 } spoilt;
 
@@ -1710,6 +1711,7 @@ static ra_status spoilt_rank(ra_world *world, int rank, void *user) {
     its->end[rank] = ra_cache_create(&c, &s.d, its->level_0 ? &zero : &net, &s.cd);
     if (!its->end[rank]) its->end[rank] = ra_infer(c, &t, &cached, &fresh, ra_deadline_ms(20000));
     if (!rank) its->why = *ra_cache_error(c);
+    if (!rank) (void)ra_cache_failure(c, &its->failure);
     if (!rank) its->come = x.come;
     ra_world_leave(world, rank, its->end[rank]);
     its->left[rank] = ra_cache_destroy(c);
@@ -1743,8 +1745,9 @@ TEST(checksums) {
             for (int r = 0; r < 3; r++) CHECK_EQ(x.left[r], RA_OK);
             CHECK_EQ(x.end[0], at >= 0 && x.checksums ? RA_E_PROTO : RA_OK);
             if (x.end[0])
-                CHECK(!strcmp(x.why.field, "transport") && strstr(x.why.text, "checksum") &&
-                      (strstr(x.why.text, "rank 1 ") || strstr(x.why.text, "rank 2 ")));
+                CHECK(!strcmp(x.why.field, "pass") && strstr(x.why.text, "checksum") &&
+                      !strcmp(x.why.text, x.failure.text) && x.failure.status == RA_E_PROTO &&
+                      (x.failure.peer == 1 || x.failure.peer == 2) && !x.failure.sending);
             if (at >= 0) continue;
             CHECK_EQ(x.end[1], RA_OK);
             CHECK_EQ(x.end[2], RA_OK);
@@ -1812,6 +1815,7 @@ TEST(watchdogs) {
         ra_cache *c = silent_cache(2, level_0, ends ? 100 * watchdog : watchdog, &t);
         const int64_t begin = ra_now_ns();
         int64_t since = begin;
+        ra_failure why;
         ra_status s;
         h_context("level_0 %d, deadline %d, no calls for a while %d", level_0, ends, leaves);
         CHECK_EQ(ra_infer_begin(c, &t, &cached, &fresh, ends ? begin + watchdog : 0), RA_OK);
@@ -1826,9 +1830,10 @@ TEST(watchdogs) {
         while ((s = ra_infer_step(c, 0)) > 0 && ra_now_ns() < begin + 400 * watchdog) { }
         CHECK_EQ(s, ends ? RA_E_TIMEOUT : RA_E_PEER);
         CHECK(ra_now_ns() - since >= watchdog);
-        CHECK(!strcmp(ra_cache_error(c)->field, "transport") &&
-              strstr(ra_cache_error(c)->text, ends ? "the deadline passed while this rank waited "
-                                                     "for rank 1" : "rank 1 is gone or silent"));
+        CHECK_EQ(ra_cache_failure(c, &why), RA_OK);
+        CHECK(why.status == s && why.rank == 0 && why.peer == 1 && why.pass == 1);
+        CHECK(!strcmp(ra_cache_error(c)->field, "pass") && ra_cache_error(c)->status == s &&
+              !strcmp(ra_cache_error(c)->text, why.text) && strstr(why.text, "rank 1"));
         CHECK_EQ(ra_cache_destroy(c), RA_OK);
     }
 }
@@ -1838,11 +1843,14 @@ TEST(failed_sendrecv_names_its_rank) {
     const int64_t cached = 0, fresh = 1;
     ra_tensors t = { 0 };
     ra_cache *c = silent_cache(3, 1, 1000000, &t);
+    ra_failure why;
     ra_status s;
     CHECK_EQ(ra_infer_begin(c, &t, &cached, &fresh, 0), RA_OK);
     while ((s = ra_infer_step(c, 0)) > 0) { }
     CHECK_EQ(s, RA_E_PEER);
-    CHECK(!strcmp(ra_cache_error(c)->text, "rank 2 is gone or silent"));
+    CHECK_EQ(ra_cache_failure(c, &why), RA_OK);
+    CHECK(why.status == RA_E_PEER && why.peer == 2 && !why.sending);
+    CHECK(strstr(why.text, "receiving from rank 2 or sending to rank 1"));
     CHECK_EQ(ra_cache_destroy(c), RA_OK);
 }
 
@@ -2233,7 +2241,7 @@ TEST(disagreements) {
         for (int r = 0; r < APART_RANKS; r++) {
             CHECK(x.end[r] == RA_E_MISMATCH || x.end[r] == RA_E_ABORTED);
             if (x.end[r] != RA_E_MISMATCH) continue;
-            CHECK(strstr(x.why[r].field, apart_field[x.what]) != NULL);
+            CHECK(strstr(x.why[r].text, apart_field[x.what]) != NULL);
             named++;
         }
         CHECK(named > 0);
