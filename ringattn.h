@@ -24214,7 +24214,8 @@ static ra_status ra__cache_work(void *of, ra__slot *slot, int ith) {
 }
 
 static const char *const ra__cache_topics[RA__AGREE_TOPICS + 1] = {
-    "(kv_)tokens, dims or cache.new_tokens", "dtypes or arith", "mask", "layout.weights or cache.lanes",
+    "(kv_)tokens, dims or cache.new_tokens", "dtypes or arith", "mask",
+    "layout.weights or cache.lanes",
     "scale, softcap, scores, alibi or sinks", "cache.queries or cache.travel",
     "form, rates, checksums or transport", "cached or fresh" };
 
