@@ -6,6 +6,7 @@
 #include "harness.h"
 #include "examples/infer/model.h"
 #include "examples/infer/tokenizer.h"
+#include "examples/train/documents.h"
 
 #include <sys/file.h>
 #include <sys/resource.h>
@@ -572,7 +573,7 @@ static void addresses(char *list, size_t room, int n) {
 
 /* Runs a line in n processes that meet over TCP. 1: all have ended well. */
 static int run_over_tcp(const char *prefix, const char *line, int n) {
-    char list[300], all[900], why[TRAIN_WHY];
+    char list[300], all[1000], why[TRAIN_WHY];
     pid_t id[8];
     int ok = 1, status;
     addresses(list, sizeof list, n);
@@ -892,6 +893,202 @@ TEST(says_who_died) {
     forget("gone");
 }
 
+/* -------------------------------------------------------------------------- packed documents */
+/* Lengths of the files of Python's library, 64 quantiles. */
+static const int64_t file_lengths[64] = {
+    47, 139, 231, 354, 541, 689, 879, 1003, 1023, 1051, 1061, 1226, 1305, 1608, 2004, 2204, 2404,
+    2547, 2887, 3174, 3389, 3640, 4240, 4951, 5218, 5500, 5767, 6089, 6690, 7220, 7781, 8364, 8869,
+    9512, 10606, 11396, 11765, 12255, 12575, 13089, 13193, 13454, 13519, 13721, 14118, 15198, 16380,
+    18480, 21025, 22110, 23728, 26681, 28667, 31162, 33264, 34211, 34681, 37282, 45115, 51929,
+    58503, 75383, 92003, 117090 };
+
+typedef struct packed { int64_t length[1024], first[1024], tokens; documents d; } packed;
+
+static void pack(packed *p, h_rng *g, int64_t count, int32_t ranks, const double *speed) {
+    memset(p, 0, sizeof *p);
+    for (int64_t i = 0; i < count; i++) {
+        p->length[i] = file_lengths[count == 1 ? 63 : h_next(g) % 64];
+        p->first[i] = p->tokens;
+        p->tokens += p->length[i];
+    }
+    p->d.length = p->length;
+    p->d.count = count;
+    p->d.ranks = ranks;
+    p->d.speed = speed;
+    p->d.per_token = 2000;
+}
+
+static ra_plan *packed_plan(const packed *p, const documents_table *t, ra_error *e) {
+    ra_desc d = ra_desc_make(4, 2, 64, RA_F32, RA_MASK_CAUSAL);
+    ra_plan *plan = NULL;
+    d.ranks = p->d.ranks;
+    d.tokens = p->tokens;
+    d.error = e;
+    d.mask.doc_first = p->first;
+    d.mask.doc_count = p->d.count;
+    d.layout.kind = t ? RA_LAYOUT_RUNS : RA_LAYOUT_ZIGZAG;
+    d.layout.q_runs = t ? t->runs : NULL;
+    d.layout.q_run_count = t ? t->run_count : NULL;
+    CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
+    return plan;
+}
+
+/* The largest work of a rank over the average, less 1, counted key by key from a plan's runs. */
+static double counted_imbalance(const packed *p, const ra_plan *plan) {
+    double most = 0, all = 0, speed = 0;
+    for (int32_t r = 0; r < p->d.ranks; r++) {
+        ra_run *run;
+        const int32_t n = ra_plan_q_runs(plan, r, 0, NULL, 0);
+        double work = 0;
+        run = (ra_run *)calloc((size_t)n + 1, sizeof *run);
+        if (!run) abort();
+        ra_plan_q_runs(plan, r, 0, run, n);
+        for (int32_t i = 0; i < n; i++)
+            for (int64_t at = run[i].first, doc = 0; at < run[i].first + run[i].count; at++) {
+                while (doc + 1 < p->d.count && p->first[doc + 1] <= at) doc++;
+                work += (double)(at - p->first[doc] + 1) + p->d.per_token;
+            }
+        free(run);
+        all += work;
+        speed += documents_speed(&p->d, r);
+        most = fmax(most, work / documents_speed(&p->d, r));
+    }
+    return most / (all / speed) - 1;
+}
+
+TEST(documents_balance) {
+    static const struct { int64_t count; int32_t ranks; } cases[] = {
+        { 1024, 2 }, { 1024, 8 }, { 1024, 16 }, { 1024, 64 }, { 200, 4 }, { 50, 16 }, { 7, 8 },
+        { 1, 4 } };
+    static const double speeds[4] = { 1, 2, 1, 4 };
+    static packed p;
+    h_rng g = h_case_rng(0);
+    for (int i = 0; i < 9; i++) {
+        const int32_t ranks = i < 8 ? cases[i].ranks : 4;
+        documents_table t;
+        int64_t rows = 0;
+        double best = 1e9;
+        pack(&p, &g, i < 8 ? cases[i].count : 300, ranks, i < 8 ? NULL : speeds);
+        for (int k = 0; k < 5; k++) {
+            if (k) documents_free(&t);
+            const int64_t begin = ra_now_ns();
+            if (!CHECK(documents_layout(&t, &p.d))) return;
+            best = fmin(best, (double)(ra_now_ns() - begin) * 1e-6);
+        }
+        for (int32_t r = 0; r < ranks; r++) rows += t.rows[r];
+        CHECK_EQ(rows, p.tokens);      /* and the plan refuses what is held twice */
+        ra_plan *runs = packed_plan(&p, &t, NULL), *zigzag = packed_plan(&p, NULL, NULL);
+        if (!runs || !zigzag) return;
+        const double ours = counted_imbalance(&p, runs), theirs = counted_imbalance(&p, zigzag);
+        const int64_t bytes = documents_bytes(runs, ranks), more = documents_bytes(zigzag, ranks);
+        h_context("%d documents, %d ranks: imbalance %.4f (says %.4f), zigzag %.4f; MB %.1f, "
+                  "zigzag %.1f; %d cut; %.2f ms", (int)p.d.count, (int)ranks, ours, t.imbalance, theirs,
+                  (double)bytes * 1e-6, (double)more * 1e-6, (int)t.cut, best);
+        if (h_run.verbose) printf("%s\n", h_run.context);
+        CHECK(ours <= 0.02);
+        CHECK(fabs(ours - t.imbalance) < 0.002);
+        CHECK(p.d.count < 100 || bytes < more / 2);
+        if (!H_SLOW) CHECK(best < 5);
+        ra_plan_destroy(runs);
+        ra_plan_destroy(zigzag);
+        documents_free(&t);
+    }
+}
+
+/* Attention by such a table is that of each document alone. */
+enum { PACK_HEADS = 2, PACK_DIM = 16, PACK_RANKS = 4 };
+typedef struct packed_run {
+    packed p;
+    documents_table t;
+    const float *qkv;                  /* [tokens][3][heads][dim] */
+    float *o;                          /* [tokens][heads][dim] */
+} packed_run;
+
+static ra_status packed_rank(ra_world *world, int rank, void *user) {
+    const packed_run *x = (const packed_run *)user;
+    const int64_t width = PACK_HEADS * PACK_DIM;
+    ra_desc d = ra_desc_make(PACK_HEADS, PACK_HEADS, PACK_DIM, RA_F32, RA_MASK_CAUSAL);
+    ra_tensors t;
+    int32_t first = 0;
+    int64_t at = 0;
+    float *rows = (float *)malloc((size_t)(x->t.rows[rank] * width * 4) * sizeof *rows);
+    if (!rows) return RA_E_NOMEM;
+    memset(&t, 0, sizeof t);
+    d.ranks = PACK_RANKS;
+    d.rank = rank;
+    d.tokens = x->p.tokens;
+    d.mask.doc_first = x->p.first;
+    d.mask.doc_count = x->p.d.count;
+    d.layout.kind = RA_LAYOUT_RUNS;
+    d.layout.q_runs = x->t.runs;
+    d.layout.q_run_count = x->t.run_count;
+    for (int r = 0; r < rank; r++) first += x->t.run_count[r];
+    float *part[4];
+    for (int k = 0; k < 4; k++) part[k] = rows + k * x->t.rows[rank] * width;
+    for (int32_t i = 0; i < x->t.run_count[rank]; i++)
+        for (int64_t p = 0; p < x->t.runs[first + i].count; p++, at++)
+            for (int k = 0; k < 3; k++)
+                memcpy(part[k] + at * width,
+                       x->qkv + ((x->t.runs[first + i].first + p) * 3 + k) * width,
+                       (size_t)width * sizeof *rows);
+    t.q.data = part[0];
+    t.k.data = part[1];
+    t.v.data = part[2];
+    t.o.data = part[3];
+    const ra_status s = ra_ring_once(&d, ra_world_transport(world, rank), &t, RA_NO_DEADLINE);
+    at = 0;
+    for (int32_t i = 0; i < x->t.run_count[rank]; i++) {
+        const ra_run *run = &x->t.runs[first + i];
+        memcpy(x->o + run->first * width, part[3] + at * width,
+               (size_t)(run->count * width) * sizeof *rows);
+        at += run->count;
+    }
+    free(rows);
+    return s;
+}
+
+TEST(documents_attend) {
+    static const int64_t lengths[] = { 5, 1500, 64, 1, 900, 130, 77, 300 };
+    static packed_run x;
+    const int64_t width = PACK_HEADS * PACK_DIM;
+    h_rng g = h_case_rng(0);
+    double worst = 0;
+    x.p.d.length = lengths;
+    x.p.d.count = 8;
+    x.p.d.ranks = PACK_RANKS;
+    x.p.d.per_token = 100;
+    x.p.tokens = 0;
+    for (int i = 0; i < 8; x.p.tokens += lengths[i++]) x.p.first[i] = x.p.tokens;
+    CHECK(documents_layout(&x.t, &x.p.d));
+    CHECK(x.t.cut > 0 && x.t.cut < 8);
+    float *qkv = (float *)malloc((size_t)(x.p.tokens * width * 5) * sizeof *qkv);
+    if (!qkv) abort();
+    for (int64_t i = 0; i < x.p.tokens * width * 3; i++) qkv[i] = h_normal(&g);
+    x.qkv = qkv;
+    x.o = qkv + x.p.tokens * width * 3;
+    CHECK_EQ(ra_world_run(PACK_RANKS, packed_rank, &x, NULL), RA_OK);
+    float *each = (float *)malloc((size_t)(1500 * width * 4) * sizeof *each);
+    if (!each) abort();
+    for (int i = 0; i < 8; i++) {
+        const int64_t n = lengths[i];
+        for (int64_t p = 0; p < n; p++)
+            for (int k = 0; k < 3; k++)
+                memcpy(each + (k * 1500 + p) * width,
+                       qkv + ((x.p.first[i] + p) * 3 + k) * width, (size_t)width * sizeof *qkv);
+        CHECK_EQ(ra_attention_simple(each + 4500 * width, each, each + 1500 * width,
+                                     each + 3000 * width, (int)n, (int)n, PACK_HEADS, PACK_HEADS,
+                                     PACK_DIM, 0, 0, 0), RA_OK);
+        for (int64_t j = 0; j < n * width; j++)
+            worst = fmax(worst, fabs((double)each[4500 * width + j] -
+                                     (double)x.o[x.p.first[i] * width + j]));
+    }
+    h_context("%g", worst);
+    CHECK(worst < 2e-6);
+    free(each);
+    free(qkv);
+    documents_free(&x.t);
+}
+
 /* -------------------------------------------------------------------------- export, arguments */
 TEST(exported) {
     char why[INFER_WHY], line[900], all[256];
@@ -1051,6 +1248,7 @@ int main(int argc, char **argv) {
         ENTRY(kernels), ENTRY(gradients), ENTRY(bits), ENTRY(meshes), ENTRY(resume), ENTRY(damaged),
         ENTRY(impossible_manifests), ENTRY(diverged),
         ENTRY(full_disk), ENTRY(killed), ENTRY(survives), ENTRY(says_who_died),
+        ENTRY(documents_balance), ENTRY(documents_attend),
         ENTRY(exported), ENTRY(refused), ENTRY(folders),
         ENTRY(learns) };
     const char *under = getenv("TMPDIR");
