@@ -1,7 +1,7 @@
-/* Runs a model (Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3) from a GGUF file on ranks that
- * share its weights and split its cache. You will see the text, and on stderr the progress of the
- * prompt, tokens per second and the bytes of cache on each rank. The text is the same for every
- * number of ranks.
+/* Runs a model (Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 2, Gemma 3, gpt-oss) from a
+ * GGUF file on ranks that share its weights and split its cache. You will see the text, and on
+ * stderr the progress of the prompt, tokens per second and the bytes of cache on each rank. The
+ * text is the same for every number of ranks.
  *
  *   cc -O2 -std=c99 -pthread -I. -o ring_infer examples/ring_infer.c -lm
  *   ./ring_infer model.gguf --prompt "Once upon a time" --ranks 4

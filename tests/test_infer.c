@@ -1092,7 +1092,7 @@ TEST(sentences) {
         { { "llama", RA_F32, 0, 0, 0, 0, "llama.attention.causal", "0.0", NULL, NULL, 0, 0, 0 },
           "llama.attention.causal is 0; this engine computes only 1" },
         { { "llama", RA_F32, 0, 0, 0, 0, "llama.expert_count", "8.0", NULL, NULL, 0, 0, 0 },
-          "llama.expert_count is 8" },
+          "llama.expert_used_count is missing" },
         { { "llama", RA_F32, 0, 0, 0, 0, "llama.block_count", "2", NULL, NULL, 0, 0, 0 },
           "the key 'llama.block_count' is there twice" },
         { { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, "blk.0.ffn_up.weight", NULL, 0, 0, 0 },
@@ -1165,6 +1165,23 @@ TEST(tokens_of_a_text) {
     }
     free(ids.data);
     close_shape(&x);
+}
+
+/* The highest scores are chosen, the first of equal ones, with shares that are their exponentials
+ * over the sum of them; pairs are put in order of their experts, and keep their order within one. */
+TEST(experts) {
+    static const float score[] = { 1, 3, 3, -200, 2, 3 };
+    static const int32_t ids[] = { 4, 0, 4, 2, 0, 2, 2 };
+    static const int64_t places[] = { 5, 0, 6, 2, 1, 3, 4 }, starts[] = { 0, 2, 2, 5, 5, 7 };
+    int32_t id[4];
+    float share[4];
+    int64_t place[7], start[6];
+    experts_choose(score, 6, 4, id, share);
+    CHECK(id[0] == 1 && id[1] == 2 && id[2] == 5 && id[3] == 4);
+    CHECK(share[0] == share[2] && fabs((double)share[3] - 1 / (3 * exp(1) + 1)) < 1e-7);
+    experts_sort(ids, 7, 5, place, start);
+    CHECK_BITS(place, places, sizeof places);
+    CHECK_BITS(start, starts, sizeof starts);
 }
 
 /* Every character with marks and the next one in NFC: the FNV-1a hash of what Python makes of them
@@ -1421,6 +1438,6 @@ int main(int argc, char **argv) {
 #endif
         ENTRY(truncated_at_every_byte),
         ENTRY(damaged_at_every_byte), ENTRY(sentences), ENTRY(families), ENTRY(tokens_of_a_text),
-        ENTRY(composed_characters), ENTRY(quantised_blocks) };
+        ENTRY(experts), ENTRY(composed_characters), ENTRY(quantised_blocks) };
     return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

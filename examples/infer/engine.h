@@ -16,6 +16,7 @@
 #define INFER_ENGINE_H
 
 #include "cache_file.h"
+#include "experts.h"
 
 #include <sched.h>
 #include <signal.h>
@@ -110,6 +111,10 @@ typedef struct infer_rank {
                                         * model.rope */
     float *scratch;                    /* of matmul_run */
     float *logits;                     /* [INFER_HEAD_ROWS][vocabulary] */
+    float *scores, *shares, *pairs;    /* of experts: [chunk][experts], [chunk][used], and of all
+                                        * tokens and their experts [chunk * used][hidden] */
+    int32_t *chosen;                   /* [chunk][used] */
+    int64_t *place, *start;            /* [chunk * used], [experts + 1] as in experts_sort */
     int64_t *own;                      /* [chunk] which of the new tokens are this rank's */
     int64_t owned, want;               /* how many; the first new token whose logits are needed */
     int64_t skipped;                   /* how many of this rank's tokens are before `want` */
@@ -378,16 +383,20 @@ static inline int infer_integers(const infer_rank *r) {
     return r->e->o.integers && r->decoding == INFER_DECODE;
 }
 
-/* y = w x + bias, for this rank's rows from `from` on. bias: may be null. */
+/* y = w x + bias, for n rows of x. bias: may be null. */
+static inline void infer_multiply(const infer_rank *r, const matrix *w, const float *bias,
+                                  const float *x, float *y, int64_t n) {
+    pool *p = &r->e->workers;
+    if (infer_integers(r)) matmul_decode(p, w, x, y, n, r->scratch);
+    else matmul_run(p, w, x, y, n, r->scratch);
+    for (int64_t i = 0; i < n && bias; i++)
+        for (int64_t j = 0; j < w->rows; j++) y[i * w->rows + j] += bias[j];
+}
+
+/* The same for this rank's rows from `from` on. */
 static inline void infer_product(const infer_rank *r, const matrix *w, const float *bias,
                                  const float *x, float *y, int64_t from) {
-    pool *p = &r->e->workers;
-    x += from * w->columns;
-    y += from * w->rows;
-    if (infer_integers(r)) matmul_decode(p, w, x, y, r->owned - from, r->scratch);
-    else matmul_run(p, w, x, y, r->owned - from, r->scratch);
-    for (int64_t i = 0; i < r->owned - from && bias; i++)
-        for (int64_t j = 0; j < w->rows; j++) y[i * w->rows + j] += bias[j];
+    infer_multiply(r, w, bias, x + from * w->columns, y + from * w->rows, r->owned - from);
 }
 
 typedef struct infer_call { ra_cache *cache; ra_status status; } infer_call;
@@ -432,6 +441,7 @@ static inline ra_status infer_attend(infer_rank *r, int32_t layer, int64_t first
     r->t.v.data = r->memory + (size_t)layer * 2 * r->k_bytes + r->k_bytes;
     r->t.q.data = r->q + skipped * m->heads * m->dim;
     r->t.o.data = r->o + skipped * m->heads * m->dim;
+    r->t.sinks = m->layer[layer].sinks;
     for (int64_t i = 0; i < r->owned && s == RA_OK; i++)
         s = ra_cache_store(cache, &r->t, 0, first + r->own[i], r->k + i * row, r->v + i * row);
     if (s == RA_OK && skip < count) s = infer_call_run(r, cache, first + skip, count - skip);
@@ -440,6 +450,18 @@ static inline ra_status infer_attend(infer_rank *r, int32_t layer, int64_t first
 
 static inline float infer_gelu(float x) {
     return 0.5f * x * (1 + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+}
+
+/* gate = what the model makes of gate and up, n elements. */
+static inline void infer_gate(const infer_rank *r, float *gate, const float *up, int64_t n) {
+    const model *m = r->e->m;
+    pool *p = &r->e->workers;
+    if (!m->gelu && !m->oss) matmul_gate(p, gate, up, n);
+    for (int64_t i = 0; i < n && m->gelu; i++) gate[i] = infer_gelu(gate[i]) * up[i];
+    for (int64_t i = 0; i < n && m->oss; i++) {
+        const float g = gate[i] < 7 ? gate[i] : 7, u = up[i] < -7 ? -7 : up[i] < 7 ? up[i] : 7;
+        gate[i] = g / (1 + expf(-1.702f * g)) * (u + 1);
+    }
 }
 
 /* Adds y to x, for this rank's rows from `from` on, after a norm if the model has one there. */
@@ -466,6 +488,47 @@ static inline ra_status infer_finite(infer_rank *r, const float *row, int64_t n,
     return infer_fail(r->e, RA_E_ENGINE, text);
 }
 
+/* Rows of one expert: y = w x + bias for the pairs that go to it, of [experts][rows] w and bias. */
+static inline void infer_expert(const infer_rank *r, const matrix *w, const float *bias,
+                                const float *x, float *y, int32_t expert) {
+    const int64_t first = r->start[expert], n = r->start[expert + 1] - first;
+    matrix one = *w;
+    one.rows = w->rows / r->e->m->experts;
+    one.data += (size_t)(expert * one.rows) * (size_t)gguf_row_bytes(w->dtype, w->columns);
+    infer_multiply(r, &one, bias ? bias + expert * one.rows : NULL, x + first * w->columns,
+                   y + first * one.rows, n);
+}
+
+/* y of this rank's rows from `from` on becomes what their experts make of it. */
+static inline void infer_experts(const infer_rank *r, const model_layer *l, int64_t from) {
+    const model *m = r->e->m;
+    const int64_t n = r->owned - from, pairs = n * m->used, hidden = m->hidden;
+    const size_t bytes = (size_t)hidden * sizeof(float);
+    float *y = r->y + from * hidden;
+    infer_multiply(r, &l->router, l->router_bias, y, r->scores, n);
+    for (int64_t i = 0; i < n; i++)
+        experts_choose(r->scores + i * m->experts, m->experts, m->used, r->chosen + i * m->used,
+                       r->shares + i * m->used);
+    experts_sort(r->chosen, pairs, m->experts, r->place, r->start);
+    for (int64_t i = 0; i < pairs; i++)
+        memcpy(r->pairs + r->place[i] * hidden, y + i / m->used * hidden, bytes);
+    for (int32_t e = 0; e < m->experts; e++) {
+        if (r->start[e] == r->start[e + 1]) continue;
+        infer_expert(r, &l->gate, l->gate_bias, r->pairs, r->gate, e);
+        infer_expert(r, &l->up, l->up_bias, r->pairs, r->up, e);
+    }
+    infer_gate(r, r->gate, r->up, pairs * m->feed);
+    for (int32_t e = 0; e < m->experts; e++)
+        if (r->start[e] < r->start[e + 1])
+            infer_expert(r, &l->down, l->down_bias, r->gate, r->pairs, e);
+    memset(y, 0, (size_t)n * bytes);
+    for (int64_t i = 0; i < pairs; i++) {
+        const float *x = r->pairs + r->place[i] * hidden;
+        float *to = y + i / m->used * hidden;
+        for (int64_t j = 0; j < hidden; j++) to[j] += r->shares[i] * x[j];
+    }
+}
+
 /* What follows the attention of a layer, for this rank's rows from `from` on. */
 static inline void infer_feed(const infer_rank *r, const model_layer *l, int64_t from) {
     const model *m = r->e->m;
@@ -476,11 +539,14 @@ static inline void infer_feed(const infer_rank *r, const model_layer *l, int64_t
     infer_product(r, &l->o, l->o_bias, r->o, r->y, from);
     infer_add(r, l->attention_after, from);
     matmul_norm(p, y, x, l->feed_norm, n, m->hidden, m->epsilon);
-    infer_product(r, &l->gate, NULL, r->y, r->gate, from);
-    infer_product(r, &l->up, NULL, r->y, r->up, from);
-    if (!m->gelu) matmul_gate(p, gate, up, n * m->feed);
-    for (int64_t i = 0; i < n * m->feed && m->gelu; i++) gate[i] = infer_gelu(gate[i]) * up[i];
-    infer_product(r, &l->down, NULL, r->gate, r->y, from);
+    if (m->experts) {
+        infer_experts(r, l, from);
+    } else {
+        infer_product(r, &l->gate, NULL, r->y, r->gate, from);
+        infer_product(r, &l->up, NULL, r->y, r->up, from);
+        infer_gate(r, gate, up, n * m->feed);
+        infer_product(r, &l->down, NULL, r->gate, r->y, from);
+    }
     infer_add(r, l->feed_after, from);
 }
 
@@ -876,9 +942,9 @@ static inline int64_t infer_first_wanted(const infer_rank *r, int64_t at, int64_
     return at + n == r->from ? n - 1 : n;
 }
 
-/* The prompt of a turn from position *cached on. Calls have more than INFER_SHORT tokens, if the prompt has
- * and chunks allow it: then rows have the bits of one form of attention, however the prompt is cut
- * and wherever it begins. *over: the run halts. */
+/* The prompt of a turn from position *cached on. Calls have more than INFER_SHORT tokens, if the
+ * prompt has and chunks allow it: then rows have the bits of one form of attention, however the
+ * prompt is cut and wherever it begins. *over: the run halts. */
 static inline ra_status infer_prompt(infer_rank *r, int64_t *cached, int *over) {
     const infer_options *o = &r->e->o;
     const int64_t prompt = r->from, first = r->begun;
@@ -980,6 +1046,8 @@ static inline void infer_close_rank(infer_rank *r) {
         free(r->hop);
     }
     free(r->own);
+    free(r->chosen);
+    free(r->place);
     free(r->choice);
     free(r->tokens);
 }
@@ -988,11 +1056,13 @@ static inline void infer_close_rank(infer_rank *r) {
 static inline size_t infer_floats(infer_rank *r, int64_t columns) {
     const model *m = r->e->m;
     const int64_t chunk = r->e->o.chunk, q = (int64_t)m->heads * m->dim;
-    const int64_t kv = (int64_t)m->kv_heads * m->dim;
+    const int64_t kv = (int64_t)m->kv_heads * m->dim, pairs = m->experts ? chunk * m->used : 0;
+    const int64_t feeds = m->experts ? pairs : chunk;
     const struct { float **at; int64_t count; } part[] = {
         { &r->x, chunk * m->hidden }, { &r->y, chunk * m->hidden }, { &r->q, chunk * q },
         { &r->o, chunk * q }, { &r->k, chunk * kv }, { &r->v, chunk * kv },
-        { &r->gate, chunk * m->feed }, { &r->up, chunk * m->feed },
+        { &r->gate, feeds * m->feed }, { &r->up, feeds * m->feed },
+        { &r->scores, chunk * m->experts }, { &r->shares, pairs }, { &r->pairs, pairs * m->hidden },
         { &r->turn[0], chunk * m->rope_dims }, { &r->turn[1], chunk * m->rope_dims },
         { &r->scratch, (int64_t)matmul_scratch(columns) },
         { &r->logits, INFER_HEAD_ROWS * m->vocabulary } };
@@ -1018,6 +1088,7 @@ static inline ra_status infer_open_caches(infer_rank *r, int windowed) {
     d.mask.window = windowed && m->window < e->o.context ? m->window : 0;
     d.scale = m->scale;
     d.softcap = m->softcap;
+    d.scores = m->oss ? RA_SCORE_SINKS : 0;
     d.ranks = e->o.ranks;
     d.rank = r->rank;
     d.threads = e->attend_threads;
@@ -1073,9 +1144,14 @@ static inline ra_status infer_open_rank(infer_rank *r) {
     r->memory = (uint8_t *)calloc((size_t)m->layers * 2, r->k_bytes ? r->k_bytes : 1);
     r->floats = (float *)calloc(infer_floats(r, columns), sizeof *r->floats);
     r->own = (int64_t *)calloc((size_t)e->o.chunk, sizeof *r->own);
+    r->chosen = (int32_t *)calloc((size_t)(e->o.chunk * m->used + 1), sizeof *r->chosen);
+    r->place = (int64_t *)calloc((size_t)(e->o.chunk * m->used + m->experts + 1),
+                                 sizeof *r->place);
+    r->start = r->place ? r->place + e->o.chunk * m->used : NULL;
     r->choice = (infer_choice *)calloc((size_t)m->vocabulary, sizeof *r->choice);
     r->tokens = (int32_t *)calloc((size_t)e->o.context + 1, sizeof *r->tokens);
-    if (!r->memory || !r->floats || !r->own || !r->choice || !r->tokens) {
+    if (!r->memory || !r->floats || !r->own || !r->chosen || !r->place || !r->choice ||
+        !r->tokens) {
         char text[INFER_WHY];
         snprintf(text, sizeof text, "no memory for %.1f MiB of cache and %.1f MiB beside it on a "
                  "rank", (double)m->layers * 2 * (double)r->k_bytes / 1048576,

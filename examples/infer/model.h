@@ -1,7 +1,7 @@
-/* A model of the Llama, Qwen or Gemma family as a GGUF file has it: its shape, and where its
- * matrices are. What the engine cannot compute exactly is refused with a sentence, and so is every
- * tensor that it does not know. Every key is used, harmless, or refused if it has an effect; those
- * that are not listed are named in model.unknown. */
+/* A model of the Llama, Qwen, Gemma or gpt-oss family as a GGUF file has it: its shape, and where
+ * its matrices are. What the engine cannot compute exactly is refused with a sentence, and so is
+ * every tensor that it does not know. Every key is used, harmless, or refused if it has an effect;
+ * those that are not listed are named in model.unknown. */
 #if !defined(INFER_MODEL_H)
 #define INFER_MODEL_H
 
@@ -14,11 +14,16 @@ typedef struct model_layer {
     const float *q_norm, *k_norm;                      /* [dim] or null */
     const float *attention_after, *feed_after;         /* [hidden] or null, of what is added */
     const float *q_bias, *k_bias, *v_bias, *o_bias;    /* or null */
-    matrix q, k, v, o, gate, up, down;
+    const float *sinks;                                /* [heads] or null */
+    const float *gate_bias, *up_bias, *down_bias;      /* of all experts, or null */
+    const float *router_bias;                          /* [experts] or null */
+    matrix q, k, v, o, gate, up, down;                 /* of experts: rows of all, in turn */
+    matrix router;                                     /* [experts][hidden] */
 } model_layer;
 
 typedef struct model {
     int32_t layers, heads, kv_heads, dim;              /* dim: of a head, of keys and values */
+    int32_t experts, used;             /* used: for each token; 0 experts: a dense model */
     int64_t hidden, feed, vocabulary, context, window; /* window: latest positions seen; 0: all */
     int32_t pattern;                   /* every pattern-th layer sees all; 0: all have the window */
     int32_t rope_dims;                 /* the first dims of a head, which are rotated in pairs */
@@ -30,6 +35,7 @@ typedef struct model {
     float logit_softcap;               /* 0: none */
     float embedding_scale;
     int32_t gelu;                      /* 1: GELU by tanh instead of SiLU */
+    int32_t oss;                       /* 1: as gpt-oss: sinks, biases, gates within 7 */
     float epsilon;                     /* of RMSNorm */
     matrix embedding, output;          /* [vocabulary][hidden]; the same where tied */
     const float *output_norm;
@@ -59,6 +65,7 @@ enum { ROPE_NONE, ROPE_LINEAR, ROPE_YARN, ROPE_LONG };
 typedef struct model_rope {
     int kind;
     double base, window_base, factor, original, fast, slow;
+    int whole;                         /* 1: YaRN mixes from a whole pair to a whole pair */
 } model_rope;
 
 typedef struct model_reader {
@@ -152,7 +159,12 @@ static const struct { const char *key; char use; double without; } model_keys[] 
     { ".attention.value_length_*", '=', 0 }, { ".attention.indexer.*", '=', 0 },
     { ".attention.shared_kv_layers", '=', 0 }, { ".attention.*lora_rank*", '=', 0 },
     { ".logit_scale", '=', 1 }, { ".residual_scale", '=', 1 }, { ".embedding_scale", '=', 1 },
-    { ".expert_count", '=', 0 }, { ".expert_used_count", '=', 0 },
+    { ".expert_count", '+', 0 }, { ".expert_used_count", '+', 0 },
+    { ".expert_feed_forward_length", '+', 0 }, { ".expert_shared_count", '=', 0 },
+    { ".expert_shared_feed_forward_length", '=', 0 }, { ".expert_weights_scale", '=', 1 },
+    { ".expert_weights_norm", '=', 1 }, { ".expert_gating_func", '=', 1 },
+    { ".expert_group_count", '=', 0 }, { ".leading_dense_block_count", '=', 0 },
+    { ".interleave_moe_layer_step", '=', 1 },
     { ".use_parallel_residual", '=', 0 }, { ".pooling_type", '=', 0 },
     { ".nextn_predict_layers", '=', 0 }, { ".num_loops", '=', 1 } };
 
@@ -235,17 +247,42 @@ static inline int model_matrix(model_reader *r, int32_t layer, const char *what,
     return 1;
 }
 
-/* A vector in f32. *out is null if a tensor that is not required is missing. */
-static inline int model_vector(model_reader *r, int32_t layer, const char *what, int64_t n,
-                               int required, const float **out) {
+/* The matrices of all experts, of `rows` rows each. */
+static inline int model_expert_matrix(model_reader *r, int32_t layer, const char *what,
+                                      int64_t columns, int64_t rows, matrix *out) {
+    const gguf_tensor *t = model_tensor(r, layer, what, 1);
+    gguf_tensor one;
+    if (!t) return 0;
+    one = *t;
+    if (t->dims != 3 || t->size[2] != r->m->experts)
+        return gguf_refuse(r->why, "the tensor of layer %ld, %s, has %ld dims and %lld experts; "
+                           "the model needs 3 and %ld", (long)layer, what, (long)t->dims,
+                           (long long)(t->dims > 2 ? t->size[2] : 0), (long)r->m->experts);
+    one.dims = 2;
+    if (!model_is(r, &one, columns, rows)) return 0;
+    out->data = t->data;
+    out->columns = columns;
+    out->rows = rows * r->m->experts;
+    out->dtype = t->dtype;
+    return 1;
+}
+
+/* Vectors in f32, `rows` of n. *out is null if a tensor that is not required is missing. */
+static inline int model_vectors(model_reader *r, int32_t layer, const char *what, int64_t n,
+                                int64_t rows, int required, const float **out) {
     const gguf_tensor *t = model_tensor(r, layer, what, required);
     *out = NULL;
     if (!t) return !required;
-    if (!model_is(r, t, n, 1)) return 0;
-    gguf_widen(t->dtype, t->data, n, r->m->vectors + r->taken);
+    if (!model_is(r, t, n, rows)) return 0;
+    gguf_widen(t->dtype, t->data, n * rows, r->m->vectors + r->taken);
     *out = r->m->vectors + r->taken;
-    r->taken += n;
+    r->taken += n * rows;
     return 1;
+}
+
+static inline int model_vector(model_reader *r, int32_t layer, const char *what, int64_t n,
+                               int required, const float **out) {
+    return model_vectors(r, layer, what, n, 1, required, out);
 }
 
 /* Memory for all vectors of the file. */
@@ -253,21 +290,45 @@ static inline int model_vector_room(model_reader *r) {
     uint64_t n = 1;
     for (int64_t i = 0; i < r->g->tensor_count; i++) {
         const gguf_tensor *t = &r->g->tensors[i];
-        if (gguf_elements(t) == (uint64_t)t->size[0]) n += (uint64_t)t->size[0];
+        const size_t end = t->name.size > 5 ? t->name.size - 5 : 0;
+        if (gguf_elements(t) == (uint64_t)t->size[0] ||
+            (r->m->experts && !memcmp(t->name.data + end, ".bias", end ? 5 : 0)))
+            n += gguf_elements(t);
     }
     r->m->vectors = (float *)malloc((size_t)n * sizeof *r->m->vectors);
     return r->m->vectors ? 1 : gguf_refuse(r->why, "no memory for %llu floats of vectors",
                                            (unsigned long long)n);
 }
 
+/* What follows the attention: one gate, up and down, or those of experts. */
+static inline int model_read_feed(model_reader *r, int32_t i) {
+    const model *m = r->m;
+    model_layer *l = &r->m->layer[i];
+    const int64_t n = m->experts;
+    if (!n)
+        return model_matrix(r, i, "ffn_gate.weight", m->hidden, m->feed, &l->gate) &&
+               model_matrix(r, i, "ffn_up.weight", m->hidden, m->feed, &l->up) &&
+               model_matrix(r, i, "ffn_down.weight", m->feed, m->hidden, &l->down);
+    return model_matrix(r, i, "ffn_gate_inp.weight", m->hidden, n, &l->router) &&
+           model_vector(r, i, "ffn_gate_inp.bias", n, m->oss, &l->router_bias) &&
+           model_vectors(r, i, "ffn_gate_exps.bias", m->feed, n, m->oss, &l->gate_bias) &&
+           model_vectors(r, i, "ffn_up_exps.bias", m->feed, n, m->oss, &l->up_bias) &&
+           model_vectors(r, i, "ffn_down_exps.bias", m->hidden, n, m->oss, &l->down_bias) &&
+           model_expert_matrix(r, i, "ffn_gate_exps.weight", m->hidden, m->feed, &l->gate) &&
+           model_expert_matrix(r, i, "ffn_up_exps.weight", m->hidden, m->feed, &l->up) &&
+           model_expert_matrix(r, i, "ffn_down_exps.weight", m->feed, m->hidden, &l->down);
+}
+
 static inline int model_read_layer(model_reader *r, int32_t i) {
     const model *m = r->m;
     model_layer *l = &r->m->layer[i];
     const int64_t q = (int64_t)m->heads * m->dim, kv = (int64_t)m->kv_heads * m->dim;
+    const char *feed_norm = m->oss ? "post_attention_norm.weight" : "ffn_norm.weight";
     return model_vector(r, i, "attn_norm.weight", m->hidden, 1, &l->attention_norm) &&
-           model_vector(r, i, "ffn_norm.weight", m->hidden, 1, &l->feed_norm) &&
-           model_vector(r, i, "post_attention_norm.weight", m->hidden, m->gelu,
-                        &l->attention_after) &&
+           model_vector(r, i, feed_norm, m->hidden, 1, &l->feed_norm) &&
+           (m->oss || model_vector(r, i, "post_attention_norm.weight", m->hidden, m->gelu,
+                                   &l->attention_after)) &&
+           (!m->oss || model_vector(r, i, "attn_sinks.weight", m->heads, 1, &l->sinks)) &&
            model_vector(r, i, "post_ffw_norm.weight", m->hidden, m->gelu, &l->feed_after) &&
            model_vector(r, i, "attn_q_norm.weight", m->dim, 0, &l->q_norm) &&
            model_vector(r, i, "attn_k_norm.weight", m->dim, 0, &l->k_norm) &&
@@ -278,25 +339,34 @@ static inline int model_read_layer(model_reader *r, int32_t i) {
            model_matrix(r, i, "attn_q.weight", m->hidden, q, &l->q) &&
            model_matrix(r, i, "attn_k.weight", m->hidden, kv, &l->k) &&
            model_matrix(r, i, "attn_v.weight", m->hidden, kv, &l->v) &&
-           model_matrix(r, i, "attn_output.weight", q, m->hidden, &l->o) &&
-           model_matrix(r, i, "ffn_gate.weight", m->hidden, m->feed, &l->gate) &&
-           model_matrix(r, i, "ffn_up.weight", m->hidden, m->feed, &l->up) &&
-           model_matrix(r, i, "ffn_down.weight", m->feed, m->hidden, &l->down);
+           model_matrix(r, i, "attn_output.weight", q, m->hidden, &l->o) && model_read_feed(r, i);
 }
 
 /* YaRN divides slow frequencies by the factor, keeps fast ones, and mixes those between. Their
  * turns in the original context are from beta_fast down to beta_slow. */
 static inline double model_yarn_kept(const model_rope *y, int32_t dims, double base, int32_t pair) {
     const double unit = dims / (2 * log(base)), full = 6.283185307179586;
-    double low = floor(unit * log(y->original / (y->fast * full)));
-    double high = ceil(unit * log(y->original / (y->slow * full)));
+    double low = unit * log(y->original / (y->fast * full));
+    double high = unit * log(y->original / (y->slow * full));
+    if (y->whole) low = floor(low);
+    if (y->whole) high = ceil(high);
     if (low < 0) low = 0;
     if (high > dims - 1) high = dims - 1;
     const double at = (pair - low) / (high - low > 0.001 ? high - low : 0.001);
     return at < 0 ? 1 : at > 1 ? 0 : 1 - at;
 }
 
-/* Frequencies are rounded to f32, as in the libraries that models come from. */
+/* Radians per position of a pair, rounded to f32 as in the libraries that models come from. */
+static inline float model_frequency(const model_reader *r, double base, int32_t pair, int scaled) {
+    const model_rope *y = &r->rope;
+    const float plain = (float)(1 / pow(base, 2.0 * pair / r->m->rope_dims));
+    if (!scaled) return plain;
+    if (y->kind != ROPE_YARN) return plain / (float)y->factor;
+    const float whole = (float)pow(base, 2.0 * pair / r->m->rope_dims);
+    const float keep = (float)model_yarn_kept(y, r->m->rope_dims, base, pair);
+    return 1 / ((float)y->factor * whole) * (1 - keep) + 1 / whole * keep;
+}
+
 static inline int model_read_frequencies(model_reader *r) {
     model *m = r->m;
     const model_rope *y = &r->rope;
@@ -311,14 +381,10 @@ static inline int model_read_frequencies(model_reader *r) {
     if (!m->rope[0]) return gguf_refuse(r->why, "no memory");
     m->rope[1] = m->rope[0] + pairs;
     for (int32_t i = 0; i < pairs; i++) {
-        float plain = (float)(1 / pow(y->base, 2.0 * i / m->rope_dims));
-        m->rope[1][i] = (float)(1 / pow(y->window_base, 2.0 * i / m->rope_dims));
-        if (y->kind == ROPE_YARN) {
-            const double keep = model_yarn_kept(y, m->rope_dims, y->base, i);
-            plain = (float)((double)plain * (keep + (1 - keep) / y->factor));
-        } else plain /= (float)y->factor;
-        m->rope[0][i] = factors ? plain / factors[i] : plain;
-        if (!m->pattern) m->rope[1][i] = m->rope[0][i];
+        m->rope[0][i] = model_frequency(r, y->base, i, 1);
+        m->rope[1][i] = model_frequency(r, y->window_base, i, r->gemma != 3);
+        if (factors) m->rope[0][i] /= factors[i];
+        if (factors && r->gemma != 3) m->rope[1][i] /= factors[i];
     }
     return 1;
 }
@@ -381,6 +447,7 @@ static inline int model_read_scaling(model_reader *r) {
         !model_number(r, "rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1, &y->slow))
         return 0;
     if (y->factor <= 0 || y->kind == ROPE_NONE || y->kind == ROPE_LONG) y->factor = 1;
+    y->whole = !m->oss;
     m->rope_magnitude = attention;
     if (y->kind == ROPE_YARN && y->factor > 1) m->rope_magnitude *= 1 + 0.1 * log(y->factor);
     if (y->kind != ROPE_LONG || (double)m->context > y->original) return 1;
@@ -416,9 +483,9 @@ static inline int model_read_attention(model_reader *r) {
         !model_number(r, "final_logit_softcapping", 0, 1e6, gemma2 ? 30 : 0, &logit_softcap) ||
         !model_integer(r, "attention.sliding_window_pattern", 4096, m->pattern, &pattern))
         return 0;
-    if (!m->gelu && model_value(r, "attention.sliding_window_pattern"))
+    if (!m->pattern && model_value(r, "attention.sliding_window_pattern"))
         return gguf_refuse(r->why, "%s.attention.sliding_window_pattern is %lld; this engine knows "
-                           "it of gemma2 and gemma3", m->name, (long long)pattern);
+                           "it of gemma2, gemma3 and gpt-oss", m->name, (long long)pattern);
     m->pattern = (int32_t)pattern;
     m->scale = (float)scale;
     m->softcap = (float)softcap;
@@ -427,9 +494,28 @@ static inline int model_read_attention(model_reader *r) {
     return 1;
 }
 
+/* Of a model with experts, m->feed is that of an expert. */
+static inline int model_read_experts(model_reader *r) {
+    model *m = r->m;
+    const int required = m->oss || !strcmp(m->name, "qwen3moe");
+    int64_t experts, used;
+    if (!model_integer(r, "expert_count", 4096, required ? MODEL_REQUIRED : 0, &experts) ||
+        !model_integer(r, "expert_used_count", 4096, experts ? MODEL_REQUIRED : 0, &used) ||
+        !model_integer(r, "expert_feed_forward_length", 1 << 22, (double)m->feed, &m->feed))
+        return 0;
+    m->experts = (int32_t)experts;
+    m->used = (int32_t)used;
+    if (experts && m->gelu)
+        return gguf_refuse(r->why, "%s.expert_count is %lld; this engine knows experts of llama, "
+                           "qwen3moe and gpt-oss", m->name, (long long)experts);
+    if (used <= experts && (used > 0 || !experts)) return 1;
+    return gguf_refuse(r->why, "%s.expert_used_count is %lld of %lld experts", m->name,
+                       (long long)used, (long long)experts);
+}
+
 static inline int model_read_values(model_reader *r) {
     model *m = r->m;
-    const double window = r->gemma == 3 ? MODEL_REQUIRED : r->gemma == 2 ? 4096 : 0;
+    const double window = r->gemma == 3 || m->oss ? MODEL_REQUIRED : r->gemma == 2 ? 4096 : 0;
     int64_t layers, heads, kv_heads, dim, values;
     double epsilon;
     if (!model_integer(r, "block_count", 4096, MODEL_REQUIRED, &layers) ||
@@ -459,7 +545,7 @@ static inline int model_read_values(model_reader *r) {
     m->kv_heads = (int32_t)kv_heads;
     m->dim = (int32_t)dim;
     m->epsilon = (float)epsilon;
-    return model_read_attention(r) && model_read_rope(r);
+    return model_read_experts(r) && model_read_attention(r) && model_read_rope(r);
 }
 
 static inline void model_close(model *m) {
@@ -473,7 +559,8 @@ static inline void model_close(model *m) {
 static inline int model_open(model *m, const gguf *g, char why[INFER_WHY]) {
     static const struct { const char *name; int halves, gemma, pattern; } known[] = {
         { "llama", 0, 0, 0 }, { "mistral", 0, 0, 0 }, { "qwen2", 1, 0, 0 }, { "qwen3", 1, 0, 0 },
-        { "gemma2", 1, 2, 2 }, { "gemma3", 1, 3, 6 } };
+        { "gemma2", 1, 2, 2 }, { "gemma3", 1, 3, 6 }, { "qwen3moe", 1, 0, 0 },
+        { "gpt-oss", 1, 0, 2 } };
     const gguf_text text = gguf_text_of(gguf_find(g, "general.architecture"));
     model_reader r;
     int ok = 0;
@@ -489,10 +576,11 @@ static inline int model_open(model *m, const gguf *g, char why[INFER_WHY]) {
         r.gemma = known[i].gemma;
         m->gelu = r.gemma > 0;
         m->pattern = known[i].pattern;
+        m->oss = gguf_is(text, "gpt-oss");
         ok = 1;
     }
     if (!ok) snprintf(why, INFER_WHY, "general.architecture is '%s'; this engine knows llama, "
-                      "mistral, qwen2, qwen3, gemma2 and gemma3", m->name);
+                      "mistral, qwen2, qwen3, qwen3moe, gemma2, gemma3 and gpt-oss", m->name);
     ok = ok && model_check_keys(&r) && model_read_values(&r) && model_read_tensors(&r);
     if (!ok) model_close(m);
     return ok;

@@ -23,6 +23,9 @@ YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=
 GEMMA = dict(head_dim=32, sliding_window=50, num_hidden_layers=7, query_pre_attn_scalar=32,
              hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True)
 
+OSS = dict(head_dim=32, sliding_window=50, num_local_experts=5, num_experts_per_tok=2,
+           rope_parameters=dict(YARN_ROPE, truncate=False))
+
 # name: family, changes of the shape, type of the matrices in the file
 MODELS = {
     "llama": ("Llama", {}, "F32"),
@@ -45,6 +48,11 @@ MODELS = {
     "gemma2": ("Gemma2", dict(GEMMA, final_logit_softcapping=30.0, attn_logit_softcapping=50.0),
                "F32"),
     "gemma3": ("Gemma3Text", GEMMA, "F32"),
+    "qwen3moe": ("Qwen3Moe", dict(head_dim=32, num_experts=6, num_experts_per_tok=3,
+                                  moe_intermediate_size=64, norm_topk_prob=True), "F32"),
+    "mixtral": ("Mixtral", dict(num_local_experts=5, num_experts_per_tok=2), "Q8_0"),
+    "gpt-oss": ("GptOss", OSS, "F32"),
+    "gpt-oss-mxfp4": ("GptOss", OSS, "MXFP4"),
 }
 
 
@@ -56,8 +64,10 @@ def random_model(name, words):
     model = getattr(transformers, family.replace("Text", "") + "ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for key, p in model.named_parameters():
-            if p.dim() == 2:
-                p.normal_(0, 1.4 / p.shape[1] ** 0.5)
+            if p.dim() > 1 and not key.endswith("bias"):
+                p.normal_(0, 1.4 / p.shape[1 if "GptOss" in family else -1] ** 0.5)
+            elif "sinks" in key:
+                p.normal_(1, 1)
             elif "norm" in key:
                 p.uniform_(0.7, 1.5)
                 if "Gemma" in family:
@@ -81,6 +91,29 @@ def interleaved(weight, heads):
     shape = weight.shape
     return (weight.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2)
             .reshape(shape))
+
+
+def parts(key, p, arch):
+    """The tensors of the file that a parameter becomes: experts have gate and up in one, in turn or
+    one after the other, and some are transposed."""
+    layer, _, rest = key[len("model.layers."):].partition(".")
+    start, oss = f"blk.{layer}.", arch == "gpt-oss"
+    if rest == "self_attn.sinks":
+        return [(start + "attn_sinks.weight", p)]
+    if rest.startswith(("mlp.router.", "mlp.gate.")):
+        return [(start + "ffn_gate_inp." + rest.rpartition(".")[2], p)]
+    if oss and rest == "post_attention_layernorm.weight":
+        return [(start + "post_attention_norm.weight", p)]
+    if not rest.startswith("mlp.experts."):
+        return [(file_name(key, arch), p)]
+    end = ".bias" if rest.endswith("bias") else ".weight"
+    if oss and p.dim() == 3:
+        p = p.transpose(1, 2)
+    if "down" in rest:
+        return [(start + "ffn_down_exps" + end, p)]
+    half = p.shape[1] // 2
+    gate, up = (p[:, ::2], p[:, 1::2]) if oss else (p[:, :half], p[:, half:])
+    return [(start + "ffn_gate_exps" + end, gate), (start + "ffn_up_exps" + end, up)]
 
 
 NAMES = {
@@ -125,6 +158,12 @@ def write_values(out, config, arch, window):
     out.add_rope_freq_base(rope["rope_theta"])
     if window:
         out.add_sliding_window(window)
+    experts = getattr(config, "num_local_experts", 0)
+    if experts:
+        out.add_expert_count(experts)
+        out.add_expert_used_count(config.num_experts_per_tok)
+        out.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", None)
+                                           or config.intermediate_size)
     if rope.get("rope_type") == "yarn":
         out.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         out.add_rope_scaling_factor(rope["factor"])
@@ -150,7 +189,8 @@ def make(name, folder, vocabulary=None):
     fields = gguf.GGUFReader(vocabulary).fields if vocabulary else {}
     words = len(fields["tokenizer.ggml.tokens"].data) if fields else VOCABULARY
     model, config = random_model(name, words)
-    arch = "llama" if family in ("Llama", "Mistral") else family.lower().replace("text", "")
+    arch = {"Llama": "llama", "Mistral": "llama", "Mixtral": "llama",
+            "GptOss": "gpt-oss"}.get(family, family.lower().replace("text", ""))
     path = os.path.join(folder, name + ".gguf")
     out = gguf.GGUFWriter(path, arch)
     write_values(out, config, arch, changes.get("sliding_window"))
@@ -159,10 +199,13 @@ def make(name, folder, vocabulary=None):
     if "rope3" in name:
         out.add_tensor("rope_freqs.weight", rope_factors(model))
     with torch.no_grad():
-        for key, p in model.named_parameters():
-            weight = p.numpy()
+        tensors = [(key, *part) for key, p in model.named_parameters()
+                   for part in parts(key, p, arch)]
+        for key, name, p in tensors:
+            weight = np.ascontiguousarray(p.numpy())
             stored = weight
-            if p.dim() == 2:
+            matrix = p.dim() > 1 and not name.endswith((".bias", "gate_inp.weight"))
+            if matrix:
                 stored, exact = rounded(weight, kind)
                 p.copy_(torch.from_numpy(np.ascontiguousarray(exact)))
             if "gemma" in arch and p.dim() == 1:
@@ -171,8 +214,8 @@ def make(name, folder, vocabulary=None):
                 heads = (config.num_attention_heads if "q_proj" in key
                          else config.num_key_value_heads)
                 stored = interleaved(stored, heads)
-            raw = gguf.GGMLQuantizationType[kind] if p.dim() == 2 and kind != "F32" else None
-            out.add_tensor(file_name(key, arch), np.ascontiguousarray(stored), raw_dtype=raw)
+            raw = gguf.GGMLQuantizationType[kind] if matrix and kind != "F32" else None
+            out.add_tensor(name, np.ascontiguousarray(stored), raw_dtype=raw)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
