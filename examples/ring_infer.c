@@ -87,17 +87,19 @@ typedef struct program {
     int last_ends;                     /* 1: the last token ends a text */
 } program;
 
-/* Ctrl-C ends the text after the current call, a second one the program. */
-static volatile sig_atomic_t halt;
+/* Ctrl-C ends the text after the current call, a second one the program. SIGTERM does the same, and
+ * there is no next turn. */
+static volatile sig_atomic_t halt;     /* 0, or the signal */
 
-static void on_signal(int signal_number) {
-    halt = 1;
-    (void)signal(signal_number, SIG_DFL);
+static void on_signal(int number) {
+    halt = number;
+    (void)signal(number, SIG_DFL);
 }
 
 static void listen_to_signals(program *p) {
     p->o.halt = &halt;
-    (void)signal(SIGINT, on_signal);
+    if (signal(SIGINT, on_signal) == SIG_IGN) (void)signal(SIGINT, SIG_IGN);
+    (void)signal(SIGTERM, on_signal);
 }
 
 static int refuse(const char *what, const char *why) {
@@ -599,6 +601,7 @@ static int64_t next_turn(void *user, const int32_t **tokens, int64_t room) {
     (void)show_held(p, 1);
     printf("\n");
     (void)fflush(stdout);
+    if (halt == SIGTERM) return 0;
     halt = 0;
     listen_to_signals(p);
     show_mark();
@@ -643,8 +646,8 @@ static void show_figures(const program *p, const infer_result *r) {
     fprintf(stderr, "\nprompt  %6lld tokens, %8.1f tokens/s", (long long)r->given,
             (double)computed * 1e9 / (double)(r->prefill_ns + 1));
     if (computed < r->prompt)
-        fprintf(stderr, ", %lld of them loaded, %lld computed", (long long)r->loaded,
-                (long long)computed);
+        fprintf(stderr, ", %lld of them loaded in %.1f s, %lld computed", (long long)r->loaded,
+                (double)r->load_ns / 1e9, (long long)computed);
     fprintf(stderr, "\ntext    %6lld tokens, %8.1f tokens/s, %lld calls of the model\n",
             (long long)more, (double)more * 1e9 / (double)(r->decode_ns + 1), (long long)r->steps);
     fprintf(stderr, "cache   %6.1f KiB on each of %ld ranks\n",
@@ -680,7 +683,8 @@ static int run(program *p, int argc, char **argv) {
     if (full && p->rank < 1)
         fprintf(stderr, "ring_infer: the context is full; the text may go on\n");
     if (r.saved < 0) (void)refuse(p->o.save, "not all of the cache is saved");
-    bad = r.saved < 0 || !ok ? 1 : full ? 2 : r.ended == INFER_HALTED ? 130 : 0;
+    bad = r.saved < 0 || !ok ? 1 : full ? 2 : 0;
+    if (!bad && r.ended == INFER_HALTED) bad = 128 + (halt ? halt : SIGINT);
     infer_free(&r);
     free(p->in.data);
     tokenizer_close(&p->t);

@@ -6,11 +6,11 @@
 #
 #   check_full.sh [STEP...]            only these steps, which install nothing:
 #       lint matrix clang scalar asan tsan aarch64 windows ofast conformance tcp shm user survives
-#       ofi nccl mpi netns openmp infer ggml demo sim mutants spin resume schedule
+#       ofi nccl mpi netns openmp lasting infer ggml demo sim mutants spin resume schedule
 
 cd "$(dirname "$0")/.." || exit 1
 steps='lint matrix clang scalar asan tsan aarch64 windows ofast conformance tcp shm user survives
-    ofi nccl mpi netns openmp infer ggml demo sim mutants spin resume schedule'
+    ofi nccl mpi netns openmp lasting infer ggml demo sim mutants spin resume schedule'
 work=build/full
 
 . tests/install.sh
@@ -328,6 +328,16 @@ libraries() {
     done
 }
 
+# A cache in files: every bit and every length; then ring_infer over TCP, with 64K tokens, ranks
+# that are killed and other numbers of ranks. One to two minutes each.
+run_lasting() {
+    step -x lasting-build make werror=1 build/release/tests/test_cache_file \
+        build/release/examples/ring_infer build/release/tests/infer/random_model
+    step lasting-files timeout 600 build/release/tests/test_cache_file --long
+    step lasting timeout 900 sh tests/lasting.sh "$work/lasting.files" \
+        build/release/examples/ring_infer build/release/tests/infer/random_model
+}
+
 infer_of() { echo "build/$1/examples/ring_infer"; }
 
 run_infer() {
@@ -452,6 +462,7 @@ all() {
     wait "$lane" || step -x aside false
     wait "$computing" || step -x aside false
     run_openmp
+    run_lasting
     wait "$fetching"                   # it says in a file whether it has all
     run_infer
     run_ggml

@@ -125,14 +125,15 @@ static inline void cache_crc_make(cache_crc *t) {
 
 /* Continues with 8 bytes. */
 static inline uint64_t cache_crc_word(const cache_crc *t, uint64_t crc, const uint8_t *p) {
-    uint64_t x = cache_get(p, 8);
+    uint64_t x;
 #if defined(__x86_64__)
     if (t->fast) {
+        memcpy(&x, p, 8);
         __asm__("crc32q %1, %0" : "+r"(crc) : "r"(x));
         return crc;
     }
 #endif
-    x ^= crc;
+    x = cache_get(p, 8) ^ crc;
     crc = 0;
     for (int k = 0; k < 8; k++) crc ^= t->of[7 - k][x >> 8 * k & 255];
     return crc;

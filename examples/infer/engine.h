@@ -81,7 +81,7 @@ typedef struct infer_result {
     int64_t cached;                    /* positions whose logits are known */
     float *logits;                     /* [context][vocabulary] or null */
     int64_t cache_bytes;               /* on a rank */
-    int64_t prefill_ns, decode_ns;
+    int64_t load_ns, prefill_ns, decode_ns;
     char why[INFER_WHY];
 } infer_result;
 
@@ -1016,7 +1016,9 @@ static inline ra_status infer_text(infer_rank *r) {
     infer_engine *e = r->e;
     infer_result *out = e->result;
     int64_t count = out->prompt, cached = 0, known = 0;
+    const int64_t start = ra_now_ns();
     ra_status s = infer_restore(r, &cached);
+    if (infer_reports(r)) out->load_ns = ra_now_ns() - start;
     if (infer_reports(r) && e->o.progress) e->o.progress(e->o.user, cached, count);
     if (infer_reports(r)) out->given = cached;
     while (s == RA_OK && count > known) {
