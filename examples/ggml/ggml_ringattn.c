@@ -293,20 +293,25 @@ static void report(void) {
 static int64_t trace_now(int ith) { return trace.on && ith == 0 ? ra_now_ns() : 0; }
 
 /* ========================================================================== what a node says */
-static int32_t dtype_of(enum ggml_type type) {
-    return type == GGML_TYPE_F32 ? RA_F32 : type == GGML_TYPE_F16 ? RA_F16 :
-        type == GGML_TYPE_BF16 ? RA_BF16 : type == GGML_TYPE_Q8_0 ? RA_Q8_0 : 0;
+/* Types that rows may have: elements of a block, its bytes and its alignment. */
+static const struct kind { enum ggml_type type; int32_t dtype, block, bytes, unit; } kinds[] = {
+    { GGML_TYPE_F32, RA_F32, 1, 4, 4 }, { GGML_TYPE_F16, RA_F16, 1, 2, 2 },
+    { GGML_TYPE_BF16, RA_BF16, 1, 2, 2 }, { GGML_TYPE_Q8_0, RA_Q8_0, 32, 34, 2 } };
+
+static const struct kind *kind_of(enum ggml_type type) {
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
+        if (kinds[i].type == type) return &kinds[i];
+    return NULL;
 }
 
 static const char *unfit_rows(const struct ggml_tensor *x) {
-    const int32_t dtype = dtype_of(x->type);
-    const size_t element = dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 34 : 2;
-    const size_t unit = dtype == RA_F32 ? 4 : 2;
-    const size_t row = (size_t)x->ne[0] / (dtype == RA_Q8_0 ? 32 : 1) * element;
-    if (!dtype) return "a type other than f32, f16, bf16 and q8_0";
-    if (x->nb[0] != element) return "elements of a row apart from each other";
+    const struct kind *kind = kind_of(x->type);
+    if (!kind) return "a type other than f32, f16, bf16 and q8_0";
+    const size_t unit = (size_t)kind->unit;
+    const size_t row = (size_t)(x->ne[0] / kind->block * kind->bytes);
+    if (x->nb[0] != (size_t)kind->bytes) return "elements of a row apart from each other";
     if (x->ne[0] < 1 || x->ne[0] > 1024) return "a head of more than 1024 elements";
-    if (dtype == RA_Q8_0 && x->ne[0] % 32) return "q8_0 rows that are not whole blocks";
+    if (x->ne[0] % kind->block) return "rows that are not whole blocks";
     for (int i = 1; i < 4; i++)
         if (x->nb[i] % unit || (i < 3 && x->ne[i] > 1 && x->nb[i] < row) ||
             (uintptr_t)x->data % unit)
@@ -526,8 +531,8 @@ static size_t describe(struct call *c, struct ggml_tensor *n, float *slopes) {
     c->d.k_dim = (int32_t)q->ne[0];
     c->d.v_dim = (int32_t)v->ne[0];
     c->d.q_dtype = c->d.o_dtype = RA_F32;
-    c->d.k_dtype = dtype_of(k->type);
-    c->d.v_dtype = dtype_of(v->type);
+    c->d.k_dtype = kind_of(k->type)->dtype;
+    c->d.v_dtype = kind_of(v->type)->dtype;
     c->d.sequences = (int32_t)q->ne[3];
     c->d.tokens = q->ne[1];
     c->d.kv_tokens = k->ne[1];

@@ -3,7 +3,8 @@
     import ringattn_ggml
     ringattn_ggml.load()           # before the first context is made
 
-The package may be llama-cpp-python, llama-cpp-py-sync, xllamacpp or pywhispercpp."""
+The package may be llama-cpp-python, llama-cpp-py-sync, xllamacpp or pywhispercpp. A library that
+LLAMA_CPP_LIB_PATH or LLAMA_CPP_LIB names for the first two is found too."""
 import ctypes
 import glob
 import importlib.util
@@ -17,6 +18,10 @@ PACKAGES = {
     "xllamacpp": ["xllamacpp*.so", "xllamacpp*.pyd"],
     "pywhispercpp": ["../pywhispercpp.libs/libggml-?*.so*", "../libggml.so*"],
 }
+
+
+# Variables with which a package's user names libraries of his own: their folder, or a file there.
+GIVEN = {"llama_cpp": "LLAMA_CPP_LIB_PATH", "llama_cpp_py_sync": "LLAMA_CPP_LIB"}
 
 
 def path():
@@ -34,6 +39,20 @@ def _registered(lib):
     return lib.ggml_backend_reg_by_name(b"RINGATTN") is not None
 
 
+def _libraries(name):
+    spec = importlib.util.find_spec(name)
+    if not spec or not spec.origin:
+        return []
+    places = [os.path.join(os.path.dirname(spec.origin), p) for p in PACKAGES[name]]
+    given = os.environ.get(GIVEN.get(name, ""))
+    if given:
+        folder = given if os.path.isdir(given) else os.path.dirname(given)
+        own = [os.path.join(folder, os.path.basename(p)) for p in PACKAGES[name]]
+        # The first package prefers the user's library, the second one its own.
+        places = own + places if name == "llama_cpp" else places + own
+    return [file for p in places for file in sorted(glob.glob(p))]
+
+
 def load(package=None):
     """Loads the plugin into the engine of `package`, or of every installed one that is known, or
     only of those already imported if there are any. Returns the names of the packages that use it.
@@ -42,11 +61,7 @@ def load(package=None):
     names = [package] if package else [n for n in PACKAGES if n in sys.modules] or list(PACKAGES)
     used = []
     for name in names:
-        spec = importlib.util.find_spec(name)
-        folder = os.path.dirname(spec.origin) if spec and spec.origin else None
-        files = [f for p in PACKAGES[name] for f in sorted(glob.glob(os.path.join(folder, p)))] \
-            if folder else []
-        for file in files:
+        for file in _libraries(name):
             lib = ctypes.CDLL(file)
             if not hasattr(lib, "ggml_backend_load_all"):
                 continue
