@@ -1,7 +1,7 @@
 /* Predicts the next byte of real text by exact causal attention alone: no training, no weights.
  *
- * You will see, in under a minute: how many bits a byte costs when attention may look back over 1K,
- * 4K, 16K and 64K bytes, compared with gzip and xz; one passage that it predicted, and where it
+ * You will see, in under a minute: how many bits a byte costs after 1K, 4K, 16K and 64K bytes,
+ * compared with gzip and xz; one passage that it predicted, and where it
  * looked; what each of 4 ranks held, received, computed and waited for; that the numbers agree with
  * double precision, and with one rank bit for bit; and a timeline to open in a browser.
  * It is a show, not a program to copy: for that see minimal.c, decode.c and engine_threads.c.
@@ -28,7 +28,6 @@
 #include <errno.h>
 #include <math.h>
 #include <pthread.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -256,71 +255,11 @@ static void describe(ra_desc *d, const text *x, ra_error *error) {
     d->error = error;
 }
 
-/* ========================================================================== progress */
-typedef struct progress {
-    pthread_mutex_t lock;
-    const char *what;
-    int64_t begin_ns, shown_ns, done[MAX_RANKS], all[MAX_RANKS];
-    int terminal, ranks, quarter;
-} progress;
-
-typedef struct progress_seat { progress *all; int rank; } progress_seat;
-
-static void progress_open(progress *p, const char *what, int ranks) {
-    memset(p, 0, sizeof *p);
-    pthread_mutex_init(&p->lock, NULL);
-    p->what = what;
-    p->ranks = ranks;
-    p->terminal = isatty(1);
-    p->begin_ns = ra_now_ns();
-    if (!p->terminal) printf("%s ...\n", what);
-    fflush(stdout);
-}
-
-static void progress_bar(progress *p, double part) {
-    char bar[41];
-    int64_t now = ra_now_ns();
-    double past = (double)(now - p->begin_ns) * 1e-9;
-    if (now - p->shown_ns < 100000000) return;
-    p->shown_ns = now;
-    for (int i = 0; i < 40; i++) bar[i] = i < (int)(part * 40) ? '#' : '.';
-    bar[40] = 0;
-    printf("\r%s [%s] %3.0f %%", p->what, bar, 100 * part);
-    if (part > 0.02) printf(", %.0f s left ", past * (1 - part) / part + 0.5);
-    fflush(stdout);
-}
-
-/* ra_ring_desc.progress: called by every rank's thread. */
-static void progress_tell(void *ctx, int64_t done, int64_t all) {
-    progress_seat *seat = (progress_seat *)ctx;
-    progress *p = seat->all;
-    double sum = 0, whole = 0;
-    pthread_mutex_lock(&p->lock);
-    p->done[seat->rank] = done;
-    p->all[seat->rank] = all;
-    for (int r = 0; r < p->ranks; r++) {
-        sum += (double)p->done[r];
-        whole += (double)p->all[r];
-    }
-    double part = whole > 0 ? sum / whole : 1;
-    if (p->terminal) progress_bar(p, part);
-    else if ((int)(part * 4) > p->quarter && part < 1)
-        printf("  %d %%\n", 25 * (p->quarter = (int)(part * 4)));
-    pthread_mutex_unlock(&p->lock);
-}
-
-static void progress_close(progress *p, int64_t ns) {
-    if (p->terminal) printf("\r%s: %.2f s%*s\n", p->what, (double)ns * 1e-9, 60, "");
-    else printf("  %.2f s\n", (double)ns * 1e-9);
-    pthread_mutex_destroy(&p->lock);
-}
-
 /* ========================================================================== a pass on ranks */
 typedef struct seat {                  /* one rank of the pass, and what it reports */
     ra_plan_report plan;
     ra_ring_counters count;
     int64_t begin_ns, end_ns;
-    progress_seat progress;
 } seat;
 
 typedef struct pass {
@@ -329,10 +268,11 @@ typedef struct pass {
     float *o, *lse;                    /* gathered: [tokens][HEADS][v_dim], [tokens][HEADS] */
     shard *keep;                       /* rank 0's shard stays here, if not null */
     tl *picture;                       /* may be null */
-    progress bar;
     seat seats[MAX_RANKS];
     char why[RA_TEXT_BYTES + 48];
 } pass;
+
+static pthread_mutex_t why_lock = PTHREAD_MUTEX_INITIALIZER;
 
 typedef struct worker { ra_ring *ring; ra_job job; } worker;
 
@@ -382,10 +322,6 @@ static ra_status seat_run(pass *p, int rank, const ra_plan *plan, const ra_trans
         rd.trace = tl_trace;
         rd.trace_ctx = &p->picture->lanes[rank];
     }
-    me->progress.all = &p->bar;
-    me->progress.rank = rank;
-    rd.progress = progress_tell;
-    rd.progress_ctx = &me->progress;
     ra_status status = ra_ring_create(&ring, plan, tr, &rd);
     if (status != RA_OK) return status;
     shard_tensors(s, &t);
@@ -394,9 +330,9 @@ static ra_status seat_run(pass *p, int rank, const ra_plan *plan, const ra_trans
     me->end_ns = ra_now_ns();
     ra_ring_query(ring, &me->count);
     if (status < 0 && ra_ring_failure(ring, &failure) == RA_OK && failure.status != RA_E_ABORTED) {
-        pthread_mutex_lock(&p->bar.lock);
+        pthread_mutex_lock(&why_lock);
         snprintf(p->why, sizeof p->why, "rank %d: %s", rank, failure.text);
-        pthread_mutex_unlock(&p->bar.lock);
+        pthread_mutex_unlock(&why_lock);
     }
     ra_ring_destroy(ring);
     return status;
@@ -451,11 +387,12 @@ static void pass_run(pass *p, const text *x, const char *what) {
     p->x = x;
     p->o = (float *)get(rows * (size_t)x->v_dim, sizeof(float));
     p->lse = (float *)get(rows, sizeof(float));
-    progress_open(&p->bar, what, p->ranks);
+    printf("%s: ", what);
+    fflush(stdout);
     ra_status status = p->ranks == 1 ? on_rank(NULL, 0, p) :
                        ra_world_run(p->ranks, on_rank, p, NULL);
     if (status != RA_OK) fail(ra_status_text(status), p->why[0] ? p->why : NULL);
-    progress_close(&p->bar, pass_ns(p));
+    printf("%.2f s\n", (double)pass_ns(p) * 1e-9);
 }
 
 /* ========================================================================== one call, no ring */
@@ -624,49 +561,15 @@ static double packed_bits(const char *command, const text *x, int64_t first, int
     return bytes > 0 ? 8.0 * (double)bytes : -1;
 }
 
-/* ========================================================================== tables
- * What is printed goes to the terminal and to the page. */
-static void say(FILE *page, const char *format, ...) {
-    char line[1024];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(line, sizeof line, format, args);
-    va_end(args);
-    printf("%s\n", line);
-    fprintf(page, "<p>%s</p>\n", line);
-}
-
-typedef struct table {
-    FILE *page;
-    const int *width;
-    int columns, row;
-} table;
-
-static void table_open(table *t, FILE *page, const char *title, const int *width, int columns) {
-    t->page = page;
-    t->width = width;
-    t->columns = columns;
-    t->row = 0;
-    printf("\n%s\n", title);
-    fprintf(page, "<h2>%s</h2><div class=\"w\"><table>", title);
-}
-
-/* cells: `columns` texts, separated by '|', set flush right. */
-static void table_row(table *t, const char *cells) {
-    const char *tag = t->row++ ? "td" : "th";
-    fputs("<tr>", t->page);
-    for (int i = 0; i < t->columns; i++) {
+/* ========================================================================== tables */
+/* cells: texts, separated by '|', set flush right in columns of these widths. */
+static void table_row(const int *width, const char *cells) {
+    for (; *width; width++) {
         int n = (int)strcspn(cells, "|");
-        printf("%*.*s", t->width[i], n, cells);
-        fprintf(t->page, "<%s>%.*s</%s>", tag, n, cells, tag);
+        printf("%*.*s", *width, n, cells);
         cells += n + (cells[n] == '|');
     }
-    fputs("</tr>\n", t->page);
     printf("\n");
-}
-
-static void table_close(table *t) {
-    fputs("</table></div>\n", t->page);
 }
 
 /* "2.31", or "-" for a compressor that is not installed. */
@@ -680,80 +583,32 @@ static const char *per_byte(double bits, int64_t n) {
 }
 
 /* The first N bytes of the text, read from the first to the last. */
-static void table_lengths(const text *x, const guess *g, FILE *page) {
-    static const int width[] = {9, 15, 14, 10, 11, 9};
-    table t;
+static void table_lengths(const text *x, const guess *g) {
+    static const int width[] = {9, 15, 14, 10, 11, 9, 0};
     char row[256];
     int64_t n = x->count < 1024 ? x->count : 1024;
     double gz, xz;
-    table_open(&t, page, "Bits per byte of the first N bytes, every byte from all bytes before it",
-               width, 6);
-    table_row(&t, "N|this attention|its last half|top-1|gzip -9|xz -9e");
+    printf("\nBits per byte of the first N bytes, every byte from all bytes before it\n");
+    table_row(width, "N|this attention|its last half|top-1|gzip -9|xz -9e");
     for (;;) {
         gz = packed_bits("gzip -9 -c", x, 0, n);
         xz = packed_bits("xz -9e -c", x, 0, n);
         snprintf(row, sizeof row, "%s|%.2f|%.2f|%.0f %%|%s|%s", tl_count(n), bits_a_byte(g, n),
                  bits_a_byte(g + n / 2, n - n / 2), hits(x, g, 0, n), per_byte(gz, n),
                  per_byte(xz, n));
-        table_row(&t, row);
+        table_row(width, row);
         if (n == x->count) break;
         n = n * 4 < x->count ? n * 4 : x->count;
     }
-    table_close(&t);
     double own = bits_a_byte(g, n) * (double)n;
     if (n < 1024)
-        say(page, "Compressors need some bytes for their headers; a text that short says little.");
+        printf("Compressors need some bytes for their headers; a text that short says little.\n");
     else if (gz > 0 && xz > 0)
-        say(page, "That is %.0f %% %s than gzip and %.0f %% %s than xz.", 100 * fabs(1 - own / gz),
+        printf("That is %.0f %% %s than gzip and %.0f %% %s than xz.\n", 100 * fabs(1 - own / gz),
             own < gz ? "less" : "more", 100 * fabs(1 - own / xz), own < xz ? "less" : "more");
     if (gz < 0 || xz < 0)
-        say(page, "Not available here: %s%s%s.", gz < 0 ? "gzip" : "", gz < 0 && xz < 0 ? ", " : "",
+        printf("Not available here: %s%s%s.\n", gz < 0 ? "gzip" : "", gz < 0 && xz < 0 ? ", " : "",
             xz < 0 ? "xz" : "");
-}
-
-/* The last bytes of the text, predicted once per reach of the attention, a sliding window. The
- * compressors get as many bytes beforehand. s: the whole text on one rank. */
-static void table_windows(const text *x, const shard *s, const guess *g, int nth, FILE *page) {
-    static const int width[] = {14, 15, 10, 11, 9};
-    int64_t n = x->count / 8 < 8192 ? x->count / 8 : 8192, first = x->count - n;
-    shard few = *s;
-    ra_error error = {0};
-    ra_tensors io;
-    ra_desc d;
-    table t;
-    char row[256], title[128];
-    guess *own = (guess *)get((size_t)n, sizeof(guess));
-    shard_open(&few, x, n);
-    snprintf(title, sizeof title, "Bits per byte of the last %s bytes, by how far back one looks",
-             tl_count(n));
-    table_open(&t, page, title, width, 5);
-    table_row(&t, "bytes back|this attention|top-1|gzip -9|xz -9e");
-    for (int64_t reach = 64; reach <= first * 4; reach *= 4) {
-        int64_t w = reach < first ? reach : first;
-        describe(&d, x, &error);
-        d.threads = nth;
-        d.tokens = n;
-        d.q_offset = first - 1;
-        d.mask.window = w;
-        shard_tensors(s, &io);
-        io.q.data = s->q + (first - 1) * HEADS * KEY_DIM;
-        io.o.data = few.o;
-        io.lse.data = few.lse;
-        if (w < first) {
-            attend(&d, &io, nth);
-            predict(x, first, n, few.o, few.lse, own);
-        } else memcpy(own, g + first, sizeof(guess) * (size_t)n);
-        double gz = packed_bits("gzip -9 -c", x, first - w, w + n);
-        double xz = packed_bits("xz -9e -c", x, first - w, w + n);
-        if (gz >= 0) gz -= packed_bits("gzip -9 -c", x, first - w, w);
-        if (xz >= 0) xz -= packed_bits("xz -9e -c", x, first - w, w);
-        snprintf(row, sizeof row, "%s|%.2f|%.0f %%|%s|%s", w < first ? tl_count(w) : "everything",
-                 bits_a_byte(own, n), hits(x, own, first, n), per_byte(gz, n), per_byte(xz, n));
-        table_row(&t, row);
-    }
-    table_close(&t);
-    free(own);
-    shard_close(&few);
 }
 
 static const char *mib(int64_t bytes) {
@@ -782,14 +637,12 @@ static int as_planned(const pass *p) {
 
 /* What each rank had, received and did. Hops: how many other ranks' keys passed through it;
  * skipped: how many did not, because no rank from here on needs them. */
-static void table_ranks(const pass *p, FILE *page) {
-    static const int width[] = {4, 8, 11, 11, 6, 9, 10, 16, 28, 11, 9};
-    table t;
-    char row[512], title[64];
-    snprintf(title, sizeof title, "What %sthe %d rank%s held, got and did",
-             p->ranks > 1 ? "each of " : "", p->ranks, s_of(p->ranks));
-    table_open(&t, page, title, width, 11);
-    table_row(&t, "rank|tokens|resident|extra|hops|skipped|got here|over a network|"
+static void table_ranks(const pass *p) {
+    static const int width[] = {4, 8, 11, 11, 6, 9, 10, 16, 28, 11, 9, 0};
+    char row[512];
+    printf("\nWhat %sthe %d rank%s held, got and did\n", p->ranks > 1 ? "each of " : "", p->ranks,
+           s_of(p->ranks));
+    table_row(width, "rank|tokens|resident|extra|hops|skipped|got here|over a network|"
                   "tiles empty / part / full|computing|waiting");
     for (int r = 0; r < p->ranks; r++) {
         const ra_plan_report *q = &p->seats[r].plan;
@@ -799,17 +652,16 @@ static void table_ranks(const pass *p, FILE *page) {
                  (long long)q->hops, (long long)q->hops_skipped, mib(c->bytes_in),
                  mib(q->forward.bytes_in), tl_count(c->tiles_empty), tl_count(c->tiles_partial),
                  tl_count(c->tiles_full), (double)c->compute_ns * 1e-9, (double)c->wait_ns * 1e-9);
-        table_row(&t, row);
+        table_row(width, row);
     }
-    table_close(&t);
     if (p->ranks > 1)
-        say(page, "Got here: addresses, for the ranks share memory. A network would carry keys\n"
-            "and values, %s tokens a message, and need %s a rank instead of the extra.",
+        printf("Got here: addresses, for the ranks share memory. A network would carry keys\n"
+            "and values, %s tokens a message, and need %s a rank instead of the extra.\n",
             tl_count(p->seats[0].plan.chunk_tokens), mib(p->seats[0].plan.workspace_bytes));
     if (cores_here() < p->ranks)
-        say(page, "There are more ranks than processors: computing counts the time in which\n"
-            "another rank had the processor, too.");
-    say(page, "Tiles, messages and bytes are %s the plan had said before the run.",
+        printf("There are more ranks than processors: computing counts the time in which\n"
+            "another rank had the processor, too.\n");
+    printf("Tiles, messages and bytes are %s the plan had said before the run.\n",
         as_planned(p) ? "what" : "NOT what");
 }
 
@@ -861,20 +713,20 @@ static int64_t differing(const float *a, const float *b, int64_t n) {
     return count;
 }
 
-static void compare(const text *x, const pass *ring, const pass *one, error_of e, FILE *page) {
+static void compare(const text *x, const pass *ring, const pass *one, error_of e) {
     int64_t rows = x->count * HEADS, n = rows * x->v_dim + rows;
     int64_t d = differing(ring->o, one->o, rows * x->v_dim) + differing(ring->lse, one->lse, rows);
     double a = (double)pass_ns(ring) * 1e-9, b = (double)pass_ns(one) * 1e-9;
     double work = work_of(x->count, x->v_dim) * 1e-9;
     printf("\n");
-    say(page, "Against double precision, %lld row%s of %d heads: outputs differ by at most %.1e,\n"
-        "log-sum-exps (of scores up to 30) by at most %.1e.", (long long)e.rows, s_of(e.rows),
+    printf("Against double precision, %lld row%s of %d heads: outputs differ by at most %.1e,\n"
+        "log-sum-exps (of scores up to 30) by at most %.1e.\n", (long long)e.rows, s_of(e.rows),
         HEADS, e.o, e.lse);
-    say(page, "The same on 1 rank with %d thread%s: %s of %s numbers have other bits.",
+    printf("The same on 1 rank with %d thread%s: %s of %s numbers have other bits.\n",
         one->threads, s_of(one->threads), tl_count(d), tl_count(n));
     if (!ring->seats[0].plan.forward.bits_any_ranks)
-        say(page, "(This text is too short for the grid of blocks on which the bits are equal.)");
-    say(page, "%d rank%s: %.2f s, %.3g GFLOP/s. 1 rank: %.2f s, %.3g GFLOP/s.", ring->ranks,
+        printf("(This text is too short for the grid of blocks on which the bits are equal.)\n");
+    printf("%d rank%s: %.2f s, %.3g GFLOP/s. 1 rank: %.2f s, %.3g GFLOP/s.\n", ring->ranks,
         s_of(ring->ranks), a, work / a, b, work / b);
 }
 
@@ -906,79 +758,59 @@ static int64_t best_passage(const text *x, const guess *g) {
 }
 
 /* n bytes of the text from `first` on (which may be negative), one column each. */
-static void show(FILE *f, const text *x, int64_t first, int64_t n) {
+static void show(const text *x, int64_t first, int64_t n) {
     for (int64_t t = first; t < first + n; t++) {
         int c = t < 0 || t >= x->count ? ' ' : x->byte[t];
-        fputc(c >= 32 && c < 127 ? c : c == '\n' ? '|' : c < 32 ? ' ' : '?', f);
+        putchar(c >= 32 && c < 127 ? c : c == '\n' ? '|' : c < 32 ? ' ' : '?');
     }
 }
 
 /* The three keys that the last head weighs most for the byte at t, weights in double, and the ranks
  * that held them. */
-static void show_sources(FILE *f, const text *x, const shard *s, const tl *ring, int64_t t) {
+static void show_sources(const text *x, const shard *s, const tl *ring, int64_t t) {
     double *score = (double *)get((size_t)t, sizeof(double)), all = 0, where;
     double most = scores(s, HEADS - 1, t - 1, score);
     for (int64_t k = 0; k < t; k++) all += score[k] = exp(score[k] - most);
-    fprintf(f, "   weight  at byte  of rank   the %d bytes before it, and the byte there\n", 40);
+    printf("   weight  at byte  of rank   the %d bytes before it, and the byte there\n", 40);
     for (int i = 0; i < 3; i++) {
         int64_t best = 0;
         for (int64_t k = 1; k < t; k++)
             if (score[k] > score[best]) best = k;
         if (score[best] / all < 1e-4) break;
-        fprintf(f, "  %6.1f %%  %7s  %7d   ", 100 * score[best] / all, tl_count(best),
+        printf("  %6.1f %%  %7s  %7d   ", 100 * score[best] / all, tl_count(best),
                 (int)tl_owner(ring, best, &where));
-        show(f, x, best - 40, 40);
-        fprintf(f, " -> ");
-        show(f, x, best, 1);
-        fprintf(f, "\n");
+        show(x, best - 40, 40);
+        printf(" -> ");
+        show(x, best, 1);
+        printf("\n");
         score[best] = 0;
     }
     free(score);
 }
 
-static void passage(FILE *f, const text *x, const shard *s, const tl *ring, const guess *g) {
+static void passage(const text *x, const shard *s, const tl *ring, const guess *g) {
     int64_t first = best_passage(x, g), t = first + PASSAGE / 2;
     double where;
     if (first < 0) {
-        fprintf(f, "No passage of %d letters to show in this text.\n", PASSAGE);
+        printf("No passage of %d letters to show in this text.\n", PASSAGE);
         return;
     }
-    fprintf(f, "The passage it foresaw best, %d bytes at %s for %.1f bits (| ends a line):\n",
+    printf("The passage it foresaw best, %d bytes at %s for %.1f bits (| ends a line):\n",
             PASSAGE, tl_count(first), bits_a_byte(g + first, PASSAGE) * PASSAGE);
-    fprintf(f, "  text   ");
-    show(f, x, first - 20, PASSAGE + 20);
-    fprintf(f, "\n  bits   %20s", "");
+    printf("  text   ");
+    show(x, first - 20, PASSAGE + 20);
+    printf("\n  bits   %20s", "");
     for (int64_t i = first; i < first + PASSAGE; i++) {
         int bits = (int)((double)g[i].bits + 0.5);
-        fputc(bits == 0 ? '.' : bits > 9 ? '+' : '0' + bits, f);
+        putchar(bits == 0 ? '.' : bits > 9 ? '+' : '0' + bits);
     }
-    fprintf(f, "   (. less than half a bit)\n");
-    fprintf(f, "For its byte '");
-    show(f, x, t, 1);
-    fprintf(f, "' at %s (given %.1f %%) head \"%s\" of rank %d had looked at:\n", tl_count(t),
+    printf("   (. less than half a bit)\n");
+    printf("For its byte '");
+    show(x, t, 1);
+    printf("' at %s (given %.1f %%) head \"%s\" of rank %d had looked at:\n", tl_count(t),
             100 * exp2(-(double)g[t].bits), kinds[HEADS - 1].name,
             (int)tl_owner(ring, t - 1, &where));
-    show_sources(f, x, s, ring, t);
-}
-
-/* The same text for the terminal and, with its markup escaped, for the page. */
-static void tell_passage(FILE *page, const text *x, const shard *s, const tl *ring,
-                         const guess *g) {
-    char *words = NULL;
-    size_t bytes = 0;
-    FILE *f = open_memstream(&words, &bytes);
-    if (!f) fail("out of memory", NULL);
-    passage(f, x, s, ring, g);
-    fclose(f);
-    printf("\n%s", words);
-    fputs("<h2>One passage</h2><pre class=\"w\">", page);
-    for (const char *c = words; *c; c++) {
-        if (*c == '<') fputs("&lt;", page);
-        else if (*c == '&') fputs("&amp;", page);
-        else fputc(*c, page);
-    }
-    fputs("</pre>\n", page);
-    free(words);
+    show_sources(x, s, ring, t);
 }
 
 /* ========================================================================== main */
@@ -1039,13 +871,12 @@ static void parse(options *o, int argc, char **argv) {
 }
 
 /* Writes the timeline where --out says, or beside the program (the build directory). */
-static void write_picture(tl *picture, const options *o, const char *program, char *body) {
+static void write_picture(tl *picture, const options *o, const char *program) {
     char path[4096];
     const char *slash = strrchr(program, '/');
     int dir = slash ? (int)(slash - program) + 1 : 0;
     if (o->out) snprintf(path, sizeof path, "%s", o->out);
     else snprintf(path, sizeof path, "%.*stimeline.html", dir, program);
-    picture->body = body;
     if (tl_write(picture, path)) fail(path, strerror(errno));
     printf("\nWho computed what when: open %s in a browser.\n", path);
 }
@@ -1063,18 +894,18 @@ static void run_passes(const text *x, int nth, pass *ring, pass *one, shard *all
     pass_run(one, x, what);
 }
 
-static void report(const text *x, const pass *ring, const pass *one, const shard *all, FILE *page) {
+static void report(const text *x, const pass *ring, const pass *one, const shard *all) {
     guess *g = (guess *)get((size_t)x->count, sizeof(guess));
     double worst = 0;
     /* Row t of the pass predicts byte t + 1. Byte 0 is predicted from nothing. */
     predict(x, 0, 1, NULL, NULL, g);
     if (x->count > 1) worst = predict(x, 1, x->count - 1, ring->o, ring->lse, g + 1);
-    table_lengths(x, g, page);
-    say(page, "The probabilities of the 256 bytes sum to 1 within %.0e.", worst);
-    if (x->count >= 4096) table_windows(x, all, g, one->threads, page);
-    tell_passage(page, x, all, ring->picture, g);
-    table_ranks(ring, page);
-    compare(x, ring, one, check(x, all, ring->o, ring->lse), page);
+    table_lengths(x, g);
+    printf("The probabilities of the 256 bytes sum to 1 within %.0e.\n", worst);
+    printf("\n");
+    passage(x, all, ring->picture, g);
+    table_ranks(ring);
+    compare(x, ring, one, check(x, all, ring->o, ring->lse));
     free(g);
 }
 
@@ -1084,8 +915,7 @@ int main(int argc, char **argv) {
     static pass ring, one;
     static tl picture;
     shard all = {0};
-    char title[4400], note[256], *body = NULL;
-    size_t body_bytes = 0;
+    char title[4400], note[256];
     const int cores = cores_here();
     parse(&o, argc, argv);
     int nth = cores < o.ranks ? cores : o.ranks;
@@ -1093,14 +923,12 @@ int main(int argc, char **argv) {
     printf("Predicting %s, %s byte%s, by exact causal attention: %d heads of %d dimensions.\n",
            x.name, tl_count(x.count), s_of(x.count), HEADS, KEY_DIM);
     text_cut(&x, choose_tokens(&x, &o, nth));
-    FILE *page = open_memstream(&body, &body_bytes);
-    if (!page || tl_open(&picture, o.ranks)) fail("out of memory", NULL);
+    if (tl_open(&picture, o.ranks)) fail("out of memory", NULL);
     ring.ranks = o.ranks;
     ring.threads = 1;
     ring.picture = &picture;
     run_passes(&x, nth, &ring, &one, &all);
-    report(&x, &ring, &one, &all, page);
-    fclose(page);
+    report(&x, &ring, &one, &all);
     snprintf(title, sizeof title, "Exact attention over %s byte%s of %s on %d rank%s",
              tl_count(x.count), s_of(x.count), x.name, o.ranks, s_of(o.ranks));
     snprintf(note, sizeof note, "Causal, %d heads of %d dimensions, zigzag layout, f32, %s, %.3g "
@@ -1110,9 +938,9 @@ int main(int argc, char **argv) {
     picture.note = note;
     picture.tokens = x.count;
     picture.cores = cores;
-    write_picture(&picture, &o, argv[0], body);
+    write_picture(&picture, &o, argv[0]);
     tl_close(&picture);
     shard_close(&all);
-    free(ring.o), free(ring.lse), free(one.o), free(one.lse), free(body), free(x.byte);
+    free(ring.o), free(ring.lse), free(one.o), free(one.lse), free(x.byte);
     return 0;
 }

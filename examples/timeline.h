@@ -33,7 +33,6 @@ typedef struct tl {
     int64_t tokens;                    /* of the sequence */
     int64_t first_ns, last_ns;
     const char *title, *note;
-    const char *body;                  /* HTML below the picture, may be null */
     tl_lane lanes[TL_RANKS];
 } tl;
 
@@ -470,16 +469,11 @@ static void tl_html(const tl *t, FILE *f) {
     tl_text(f, t->title, 400);
     fputs("</title>\n<style>body{margin:0;font:14px/1.5 system-ui,'Segoe UI','DejaVu Sans',"
           "sans-serif;color:#222;background:#fff}.w{overflow-x:auto}.w svg{display:block;margin:0 "
-          "auto;width:100%;max-width:1180px;min-width:860px;height:auto}main{max-width:1140px;"
-          "margin:0 auto;padding:0 20px 40px}table{border-collapse:"
-          "collapse;font-variant-numeric:tabular-nums}td,th{padding:3px 12px 3px 0;text-align:"
-          "right;white-space:nowrap}th{font-weight:600}td:first-child,th:first-child{text-align:"
-          "left}p{white-space:pre-line;margin:8px 0}pre{line-height:1.35}tr+tr td{border-top:1px "
-          "solid #8884}h2{font-size:16px;margin:28px 0 6px}"
+          "auto;width:100%;max-width:1180px;min-width:860px;height:auto}"
           "@media(prefers-color-scheme:dark){body{color:#e8e8e8;background:#1b1d20}}</style>"
           "</head><body><div class=\"w\">\n", f);
     tl_svg(t, f);
-    fprintf(f, "</div><main>%s</main></body></html>\n", t->body ? t->body : "");
+    fputs("</div></body></html>\n", f);
 }
 
 /* Chrome's trace format: complete events in microseconds, a thread per rank. */
