@@ -1552,7 +1552,7 @@ typedef struct ra_engine {
  *   ATTENTION    ra_attention and its relatives: the forward calls of one rank
  *   LOCAL BACKWARD   gradients on one rank; what follows is needed for rings only
  *   SCHEDULE     chunks, their order and how far they travel; proof against deadlock
- *   WORKSPACE    the memory of a ring
+ *   RING DATA    what a ring consists of, and its memory
  *   PLAN         the schedule of a rank, and its figures
  *   TRANSPORT    checks and defaults of transports
  *   SHM          the bundled world: ranks as threads
@@ -15463,7 +15463,7 @@ static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) 
     return steps;
 }
 
-/* ========================================================================== WORKSPACE
+/* ========================================================================== RING DATA
  * The memory of a ring: its structs, how they are laid out in one workspace, and how many bytes
  * that takes. The plan reports these bytes, so they are counted here, before it. */
 
