@@ -486,6 +486,24 @@ static script script_case(int64_t i) {
     return s;
 }
 
+/* What a case adds to script_case: fields that are not 0. Its name is printed if it fails. */
+typedef struct variation {
+    const char *name;
+    int64_t window, keep;
+    int32_t q_dtype, scores, mask, queries, form;
+} variation;
+
+static void vary(script *s, const variation *v) {
+    h_context("%s", v->name);
+    if (v->q_dtype) s->d.q_dtype = v->q_dtype;
+    if (v->mask) s->d.mask.kind = v->mask;
+    s->d.mask.window = v->window;
+    s->d.mask.keep = v->keep;
+    s->d.scores = v->scores;
+    s->d.form = v->form;
+    s->cd.queries = v->queries;
+}
+
 static double tolerance(const script *s) {
     return s->d.q_dtype == RA_BF16 ? 4e-3 : 4e-6;
 }
@@ -517,20 +535,29 @@ static void everywhere(script *s, h_rng *r) {
 }
 
 TEST(ranks_and_travel) {
-    for (int64_t i = 0; i < 11; i++) {
+    enum { SOFTCAP = 7, MHA = 10, CASES };
+    static const variation cases[CASES] = {
+        { .name = "MHA, D 32, f32" },
+        { .name = "GQA, D 64, f16" },
+        { .name = "bf16 queries, bf16 cache", .q_dtype = RA_BF16 },
+        { .name = "window, q8_0", .window = 100 },
+        { .name = "window of four blocks, kept tokens", .window = 64, .keep = 4 },
+        { .name = "sinks, ALiBi", .scores = RA_SCORE_SINKS | RA_SCORE_ALIBI },
+        { .name = "no mask, bf16 queries", .mask = RA_MASK_NONE, .q_dtype = RA_BF16 },
+        { .name = "softcap" },
+        { .name = "all queries on all ranks", .queries = RA_QUERIES_ALL },
+        { .name = "one form", .form = RA_FORM_SAME },
+        { .name = "8 heads with ALiBi, bf16 queries", .scores = RA_SCORE_ALIBI,
+          .q_dtype = RA_BF16 },
+    };
+    for (int64_t i = 0; i < CASES; i++) {
         h_rng r = h_case_rng(i);
         script s;
         if (!h_case(i)) continue;
         s = script_case(i);
-        if (i % 4 == 2) s.d.q_dtype = RA_BF16;
-        if (i == 3) s.d.mask.window = 100;
-        if (i == 4) { s.d.mask.window = 64; s.d.mask.keep = 4; }
-        if (i == 5) s.d.scores = RA_SCORE_SINKS | RA_SCORE_ALIBI;
-        if (i == 6) s.d.mask.kind = RA_MASK_NONE;
-        if (i == 7) s.d.softcap = 20.0f;
-        if (i == 8) s.cd.queries = RA_QUERIES_ALL;
-        if (i == 9) s.d.form = RA_FORM_SAME;
-        if (i == 10) { s.d.q_heads = s.d.kv_heads = 8; s.d.scores = RA_SCORE_ALIBI; }
+        vary(&s, &cases[i]);
+        if (i == SOFTCAP) s.d.softcap = 20.0f;
+        if (i == MHA) s.d.q_heads = s.d.kv_heads = 8;
         script_fill(&s, &r);
         grow(&s, &r, 300);
         everywhere(&s, &r);
@@ -602,32 +629,41 @@ TEST(all_queries) {
 /* Caches in pages, of another size on every rank and in any order, have the bits of those without
  * pages: for every travel and form, and when pages that no row sees any more are reused. */
 TEST(pages) {
+    enum { REUSED = 10, LANES_OF_RANKS, CASES };       /* from REUSED on pages are reused */
     static const int32_t ranks[] = { 1, 2, 3, 5 };
-    for (int64_t i = 0; i < 12; i++) {
+    static const variation cases[CASES] = {
+        { .name = "few tokens per call" },
+        { .name = "many tokens per call" },
+        { .name = "bf16 queries", .q_dtype = RA_BF16 },
+        { .name = "window, q8_0", .window = 60 },
+        { .name = "ALiBi", .scores = RA_SCORE_ALIBI },
+        { .name = "all queries on all ranks", .queries = RA_QUERIES_ALL },
+        { .name = "one form, bf16 queries", .form = RA_FORM_SAME, .q_dtype = RA_BF16 },
+        { .name = "GQA, q8_0" },
+        { .name = "one form, window, kept tokens", .form = RA_FORM_SAME, .window = 60, .keep = 20 },
+        { .name = "no mask", .mask = RA_MASK_NONE },
+        { .name = "pages reused, bf16 queries", .q_dtype = RA_BF16, .window = 50, .keep = 4 },
+        { .name = "pages reused, a lane per rank", .window = 50, .keep = 4 },
+    };
+    for (int64_t i = 0; i < CASES; i++) {
         h_rng r = h_case_rng(i);
         script s;
         outcome plain;
         if (!h_case(i)) continue;
         s = script_case(i);
         s.d.tokens = i % 2 ? 150 : 40;
-        if (i % 4 == 2) s.d.q_dtype = RA_BF16;
-        if (i == 3 || i == 8) { s.d.mask.window = 60; s.d.mask.keep = i == 8 ? 20 : 0; }
-        if (i == 4) s.d.scores = RA_SCORE_ALIBI;
-        if (i == 5) s.cd.queries = RA_QUERIES_ALL;
-        if (i == 6 || i == 8) s.d.form = RA_FORM_SAME;
-        if (i == 9) s.d.mask.kind = RA_MASK_NONE;
-        if (i > 9) { s.d.mask.window = 50; s.d.mask.keep = 4; }
+        vary(&s, &cases[i]);
         script_fill(&s, &r);
         grow(&s, &r, 300);
         for (int j = 0; j < 2; j++) {
             const int32_t n = ranks[(i + 2 * j) % 4];
             if (!h_variant(i / 2, j)) continue;
             r = h_case_rng(-1 - 2 * i - j);
-            if (i == 11) s.cd.lanes = n;
+            if (i == LANES_OF_RANKS) s.cd.lanes = n;
             s.page = 0;
-            plain = script_run(&s, i == 11 ? n : 1);
+            plain = script_run(&s, i == LANES_OF_RANKS ? n : 1);
             compare(&s, &plain, &r, tolerance(&s));
-            s.page = i > 9 ? 5 : 1 + h_below(&r, 5);
+            s.page = i >= REUSED ? 5 : 1 + h_below(&r, 5);
             s.threads = 1 + h_below(&r, 3);
             for (int32_t travel = RA_INFER_PASS_Q; travel <= RA_INFER_MERGE; travel++) {
                 outcome many;
@@ -635,7 +671,7 @@ TEST(pages) {
                 s.cd.travel = travel;
                 many = script_run(&s, n);
                 same_bits(&s, &many, &plain);
-                if (i > 9 && n == 1) CHECK(many.spare > 2 + s.d.sequences);
+                if (i >= REUSED && n == 1) CHECK(many.spare > 2 + s.d.sequences);
                 outcome_free(&many);
             }
             s.cd.travel = RA_INFER_AUTO;
@@ -648,20 +684,28 @@ TEST(pages) {
 /* Prompts in pieces of more than a block have the bits of one rank: for every number of ranks and
  * threads, with pages, and if every rank passes all queries. */
 TEST(prompts) {
+    enum { V_IN_K = 6, CASES = 8 };
     static const int32_t ranks[] = { 2, 3, 4, 8 };
-    for (int64_t i = 0; i < 8; i++) {
+    static const variation cases[CASES] = {
+        { .name = "MHA, f32" },
+        { .name = "GQA, f16" },
+        { .name = "bf16 queries", .q_dtype = RA_BF16 },
+        { .name = "window, kept tokens, all queries, q8_0", .window = 100, .keep = 4,
+          .queries = RA_QUERIES_ALL },
+        { .name = "sinks, ALiBi", .scores = RA_SCORE_SINKS | RA_SCORE_ALIBI },
+        { .name = "no mask", .mask = RA_MASK_NONE },
+        { .name = "V in K" },
+        { .name = "q8_0, all queries", .queries = RA_QUERIES_ALL },
+    };
+    for (int64_t i = 0; i < CASES; i++) {
         h_rng r = h_case_rng(i);
         script s;
         outcome one, many;
         if (!h_case(i)) continue;
         s = script_case(i);
-        if (i == 2) s.d.q_dtype = RA_BF16;
-        if (i == 3) { s.d.mask.window = 100; s.d.mask.keep = 4; }
-        if (i == 4) s.d.scores = RA_SCORE_SINKS | RA_SCORE_ALIBI;
-        if (i == 5) s.d.mask.kind = RA_MASK_NONE;
-        if (i % 4 == 3) s.cd.queries = RA_QUERIES_ALL;
+        vary(&s, &cases[i]);
         script_fill(&s, &r);
-        if (i == 6) { s.d.v_in_k = 1; s.d.v_dtype = 0; }
+        if (i == V_IN_K) { s.d.v_in_k = 1; s.d.v_dtype = 0; }
         grow(&s, &r, 300);
         for (int32_t step = 0; step < s.steps; step++)
             for (int32_t b = 0; b < s.d.sequences; b++) {
@@ -719,7 +763,18 @@ TEST(ring_buffers) {
 
 /* Sequences that begin with the same pages: decoded together they have the same bits as alone. */
 TEST(shared_prefixes) {
-    for (int64_t i = 0; i < 8; i++) {
+    enum { CASES = 8 };
+    static const variation cases[CASES] = {
+        { .name = "a long prefix" },
+        { .name = "f16, two lanes" },
+        { .name = "bf16 queries", .q_dtype = RA_BF16 },
+        { .name = "window, q8_0", .window = 1300 },
+        { .name = "window, kept tokens", .window = 900, .keep = 5 },
+        { .name = "ALiBi, f16", .scores = RA_SCORE_ALIBI },
+        { .name = "all queries, bf16", .queries = RA_QUERIES_ALL, .q_dtype = RA_BF16 },
+        { .name = "no mask, q8_0", .mask = RA_MASK_NONE },
+    };
+    for (int64_t i = 0; i < CASES; i++) {
         static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
         h_rng r = h_case_rng(i);
         script s;
@@ -731,12 +786,7 @@ TEST(shared_prefixes) {
         s.d.tokens = s.d.kv_tokens - 50;
         s.cd.lanes = 1 + (int32_t)(i % 2);
         s.cd.travel = RA_INFER_PASS_Q;
-        if (i % 4 == 2) s.d.q_dtype = RA_BF16;
-        if (i == 3) s.d.mask.window = 1300;
-        if (i == 4) { s.d.mask.window = 900; s.d.mask.keep = 5; }
-        if (i == 5) s.d.scores = RA_SCORE_ALIBI;
-        if (i == 6) s.cd.queries = RA_QUERIES_ALL;
-        if (i == 7) s.d.mask.kind = RA_MASK_NONE;
+        vary(&s, &cases[i]);
         script_fill(&s, &r);
         row = s.d.kv_tokens * s.d.kv_heads * s.d.k_dim;
         s.prefix = i == 0 ? 4700 : i % 2 ? 2300 : 1300;
