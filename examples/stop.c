@@ -1,6 +1,6 @@
 /* How to stop: a pass and a cache's call that one rank cancels while the others compute, and a rank
- * that leaves. The ranks run on threads of this program. You will see what every rank gets, and how
- * soon. Exits with 1 if a rank gets anything else.
+ * that leaves. The ranks run on threads of this program. You will see what every rank gets, what it
+ * did last, and how soon. Exits with 1 if a rank gets anything else.
  *
  *   cc -O2 -std=c99 -pthread -I. -o stop examples/stop.c -lm && ./stop */
 #define RINGATTN_IMPLEMENTATION
@@ -21,6 +21,8 @@ typedef struct rank_state {
     int rank, scene;
     float *q, *k, *v, *o;
     ra_status status;
+    ra_failure failure;                /* {0}: there was none */
+    ra_event last;                     /* what the ring or cache did last */
 } rank_state;
 
 static int64_t cancelled_ns;           /* when rank 1 gave up */
@@ -59,7 +61,11 @@ static ra_status pass(rank_state *x) {
         cancelled_ns = ra_now_ns();                    /* it could not read its part of a file */
         ra_world_leave(x->world, x->rank, RA_E_IO);
         s = RA_E_IO;
-    } else if (!s) s = some_pass(x, ring, plan, &t);
+    } else if (!s) {
+        s = some_pass(x, ring, plan, &t);
+        (void)ra_ring_failure(ring, &x->failure);
+        (void)ra_ring_events(ring, &x->last, 1);
+    }
     (void)ra_ring_destroy(ring);
     ra_plan_destroy(plan);
     return s;
@@ -80,6 +86,10 @@ static ra_status call(rank_state *x) {
             ra_infer_cancel(c);
         }
         s = ra_infer_step(c, 0);
+    }
+    if (c) {
+        (void)ra_cache_failure(c, &x->failure);
+        (void)ra_cache_events(c, &x->last, 1);
     }
     (void)ra_cache_destroy(c);
     return s;
@@ -121,7 +131,10 @@ int main(void) {
         printf("%s. All have noticed after %.1f ms.\n", title[scene],
                (double)(ra_now_ns() - cancelled_ns) * 1e-6);
         for (int r = 0; r < RANKS; r++) {
+            char line[RA_TEXT_BYTES];
             printf("  rank %d: %s\n", r, ra_status_text(x[r].status));
+            if (x[r].failure.status) printf("    %s\n", x[r].failure.text);
+            if (x[r].last.kind) printf("   %s\n", ra_event_text(&x[r].last, cancelled_ns, line));
             wrong |= x[r].status != (r == 1 ? first[scene] : RA_E_ABORTED);
         }
         ra_world_destroy(world);
