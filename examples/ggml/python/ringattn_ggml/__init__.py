@@ -4,7 +4,9 @@
     ringattn_ggml.load()           # before the first context is made
 
 The package may be llama-cpp-python, llama-cpp-py-sync, xllamacpp or pywhispercpp. A library that
-LLAMA_CPP_LIB_PATH or LLAMA_CPP_LIB names for the first two is found too."""
+LLAMA_CPP_LIB_PATH or LLAMA_CPP_LIB names for the first two is found too. Those two leave flash
+attention off, and then nothing is computed here, unless they are told: Llama(..., flash_attn=True)
+and Llama(..., flash_attn_type=-1)."""
 import ctypes
 import glob
 import importlib.util
@@ -59,10 +61,14 @@ def load(package=None):
     Packages whose CPU backend is linked in do not look at the variable by themselves."""
     os.environ["GGML_BACKEND_PATH"] = path()
     names = [package] if package else [n for n in PACKAGES if n in sys.modules] or list(PACKAGES)
-    used = []
+    used, why = [], ""
     for name in names:
         for file in _libraries(name):
-            lib = ctypes.CDLL(file)
+            try:
+                lib = ctypes.CDLL(file)
+            except OSError as e:       # one that this system cannot load serves nobody
+                why = ": %s" % e
+                continue
             if not hasattr(lib, "ggml_backend_load_all"):
                 continue
             if not _registered(lib):
@@ -71,5 +77,5 @@ def load(package=None):
                 used.append(name)
             break
     if package and not used:
-        raise RuntimeError("the engine of %s does not use the plugin" % package)
+        raise RuntimeError("the engine of %s does not use the plugin%s" % (package, why))
     return used
