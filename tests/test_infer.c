@@ -1168,7 +1168,7 @@ TEST(tokens_of_a_text) {
 }
 
 /* The highest scores are chosen, the first of equal ones, with shares that are their exponentials
- * over the sum of them; pairs are put in order of their experts, and keep their order within one. */
+ * over the sum of them. Pairs are put in order of their experts, and keep their order in each. */
 TEST(experts) {
     static const float score[] = { 1, 3, 3, -200, 2, 3 };
     static const int32_t ids[] = { 4, 0, 4, 2, 0, 2, 2 };

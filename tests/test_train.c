@@ -573,7 +573,7 @@ static void addresses(char *list, size_t room, int n) {
 
 /* Runs a line in n processes that meet over TCP. 1: all have ended well. */
 static int run_over_tcp(const char *prefix, const char *line, int n) {
-    char list[300], all[1000], why[TRAIN_WHY];
+    char list[300], all[2000], why[TRAIN_WHY];
     pid_t id[8];
     int ok = 1, status;
     addresses(list, sizeof list, n);
@@ -982,8 +982,8 @@ TEST(documents_balance) {
         const double ours = counted_imbalance(&p, runs), theirs = counted_imbalance(&p, zigzag);
         const int64_t bytes = documents_bytes(runs, ranks), more = documents_bytes(zigzag, ranks);
         h_context("%d documents, %d ranks: imbalance %.4f (says %.4f), zigzag %.4f; MB %.1f, "
-                  "zigzag %.1f; %d cut; %.2f ms", (int)p.d.count, (int)ranks, ours, t.imbalance, theirs,
-                  (double)bytes * 1e-6, (double)more * 1e-6, (int)t.cut, best);
+                  "zigzag %.1f; %d cut; %.2f ms", (int)p.d.count, (int)ranks, ours, t.imbalance,
+                  theirs, (double)bytes * 1e-6, (double)more * 1e-6, (int)t.cut, best);
         if (h_run.verbose) printf("%s\n", h_run.context);
         CHECK(ours <= 0.02);
         CHECK(fabs(ours - t.imbalance) < 0.002);
