@@ -27,6 +27,11 @@ ifeq ($(werror),1)
 WARN += -Werror
 endif
 
+# Words of this file, for make check: TESTS, SUITES (of conformance) and EXAMPLES are programs that
+# it builds and runs, BUILDS those that it only builds, OTHERS and MILLION what it runs besides.
+# Each leaves its closing line in a file, SUMS, which are added up at the end. HOOKED are linked
+# with the private hooks of the library. LIGHT and HEAVY compile at -O0 and -O1. TOLD are flags of
+# one target.
 B        := build/$(config)
 LOG      := $(B)/log
 BUILD     = $(CC) -std=c99 $(WARN) $(FLAGS_$(config)) $(CFLAGS) $(TOLD) -pthread -I. $(LDFLAGS)
