@@ -25,11 +25,11 @@ import ctypes
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import time
-import xml.sax.saxutils
+
+import picture
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 HOME = os.path.join(ROOT, "build", "peers")
@@ -652,31 +652,11 @@ def print_row(row, results, seconds_s):
     print("  [error %.1g, %.0f s]" % (max(r["error"] for r in results), seconds_s), flush=True)
 
 
-# ---------------------------------------------------------------------------- which machine
-def machine():
-    facts = {}
-    try:
-        with open("/proc/cpuinfo") as f:
-            for line in f:
-                if not line.strip():
-                    break
-                name, _, value = line.partition(":")
-                facts[name.strip()] = value.strip()
-    except OSError:
-        pass
-    model = facts.get("model name", platform.processor() or platform.machine())
-    if "cpu family" in facts:
-        model += " (family %s, model %s)" % (facts["cpu family"], facts["model"])
-    return "%s, %d processors, %s %s" % (model, os.cpu_count(), platform.system(),
-                                         platform.machine())
-
-
 # ---------------------------------------------------------------------------- the picture
 COLOURS = {"PyTorch": "#d1495b", "ONNX Runtime": "#2a6fbb", "OpenVINO": "#2a9d6f",
            "ggml": "#8d6cab"}
 TITLES = {"prefill": "Prefill, 8 heads", "cache": "Queries over a cache, 32 query and 8 kv heads",
           "backward": "Backward, 8 heads"}
-LEFT, RIGHT, LINE, WIDTH = 250, 110, 19, 860
 
 
 def section_of(r):
@@ -691,85 +671,32 @@ def label_of(r):
                                           r["Dk"], r["Tq"])
 
 
-def text(x, y, s, size=12, anchor="start", fill="#222222", weight="normal"):
-    return ('<text x="%.1f" y="%.1f" font-size="%d" text-anchor="%s" fill="%s" font-weight="%s">%s'
-            "</text>" % (x, y, size, anchor, fill, weight, xml.sax.saxutils.escape(s)))
-
-
-class Picture:
-    """One line a row, one dot a library, at how many times as long it takes, on a scale of powers
-    of two."""
-
-    def __init__(self, results):
-        ratios = [r["ratio"] for r in results]
-        self.low = math.floor(math.log2(min(ratios + [1.0])))
-        self.high = max(math.ceil(math.log2(max(ratios))), self.low + 3)
-        self.out, self.y = [], 92
-
-    def x(self, ratio):
-        share = (math.log2(ratio) - self.low) / (self.high - self.low)
-        return LEFT + share * (WIDTH - LEFT - RIGHT)
+class Drawing(picture.Picture):
+    colours = COLOURS
 
     def head(self, info):
-        self.out += [text(20, 28, "How many times as long others take as ringattn.h", 17,
-                          weight="bold"),
-                     text(20, 48, info["machine"] + ", one thread", 12, fill="#555555")]
-        x = 20
-        for peer in COLOURS:
-            self.out.append('<circle cx="%d" cy="66" r="5" fill="%s"/>' % (x + 5, COLOURS[peer]))
-            label = next((v for v in info["versions"] if v.startswith(peer)), peer)
-            self.out.append(text(x + 16, 70, label))
-            x += 30 + 7 * len(label)
-        self.out.append(text(WIDTH - 20, 70, "the nearest one", 12, "end", "#555555"))
-
-    def section(self, title, lines):
-        self.out.append(text(20, self.y + 6, title, 13, weight="bold"))
-        self.y += 14
-        top = self.y
-        self.y += LINE * len(lines)
-        for k in range(self.low, self.high + 1):
-            x = self.x(2.0 ** k)
-            self.out.append('<line x1="%.1f" y1="%.1f" x2="%.1f" y2="%.1f" stroke="%s"/>' % (
-                x, top, x, self.y, "#222222" if k == 0 else "#dddddd"))
-            self.out.append(text(x, self.y + 13, "%g x" % 2.0 ** k, 10, "middle", "#555555"))
-        for i, (label, results) in enumerate(lines):
-            self.line(top + LINE * i + LINE / 2, label, results)
-        self.y += 40
-
-    def line(self, y, label, results):
-        nearest = min(r["ratio"] for r in results)
-        self.out.append(text(LEFT - 14, y + 4, label, 12, "end"))
-        self.out.append('<line x1="%.1f" y1="%.1f" x2="%.1f" y2="%.1f" stroke="#eeeeee"/>' % (
-            LEFT, y, WIDTH - RIGHT, y))
-        for r in results:
-            self.out.append('<circle cx="%.1f" cy="%.1f" r="5" fill="%s" fill-opacity="0.9"/>' % (
-                self.x(r["ratio"]), y, COLOURS[r["peer"]]))
-        self.out.append(text(WIDTH - 20, y + 4, "%.2f x" % nearest, 12, "end"))
-
-    def text(self):
-        height = self.y - 14
-        return "\n".join([
-            '<svg xmlns="http://www.w3.org/2000/svg" width="%d" height="%d" viewBox="0 0 %d %d" '
-            'font-family="sans-serif">' % (WIDTH, height, WIDTH, height),
-            '<rect width="%d" height="%d" rx="8" fill="#ffffff"/>' % (WIDTH, height),
-            *self.out, "</svg>", ""])
+        self.title("How many times as long others take as ringattn.h", info["machine"] +
+                   ", one thread", "the nearest one")
+        self.legend({peer: next((v for v in info["versions"] if v.startswith(peer)), peer)
+                     for peer in COLOURS})
 
 
 def draw(info, path):
     results = [r for r in info["rows"] if r["threads"] == 1]
     if not results:
         return
-    picture = Picture(results)
-    picture.head(info)
+    drawing = Drawing([r["ratio"] for r in results])
+    drawing.head(info)
     for section, title in TITLES.items():
         lines = {}
         for r in results:
             if section_of(r) == section:
                 lines.setdefault(label_of(r), []).append(r)
         if lines:
-            picture.section(title, list(lines.items()))
+            drawing.section(title, [(label, [(r["peer"], r["ratio"]) for r in of])
+                                    for label, of in lines.items()])
     with open(path, "w") as f:
-        f.write(picture.text())
+        f.write(drawing.text())
     print("drawn:", os.path.relpath(path))
 
 
@@ -841,7 +768,7 @@ def main():
     ours = Ours(args.lib)
     libraries = [ours, Torch(), OnnxRuntime(), OpenVino(), Ggml()]
     versions = [x.version for x in libraries[1:] if x.version]
-    info = {"machine": machine(), "isa": ours.isa, "versions": versions, "rows": []}
+    info = {"machine": picture.machine(), "isa": ours.isa, "versions": versions, "rows": []}
     print("machine  %s\nours     takes %s\nothers   %s\n" % (info["machine"], ours.isa,
                                                              ", ".join(versions)), flush=True)
     begin = time.time()

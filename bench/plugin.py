@@ -21,10 +21,10 @@ import statistics
 import subprocess
 import sys
 
-import peers
+import picture
 
 LEAST, LARGE = 0.98, 4096
-COLOURS = {"f16": "#d1495b", "q8_0": "#2a6fbb"}
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def numbers(s):
@@ -96,41 +96,29 @@ def table(info):
     return "\n".join(lines) + "\n"
 
 
-class Picture(peers.Picture):
-    """One line a test, one dot a type of cache."""
-
-    def head(self, info):
-        self.out += [peers.text(20, 28, "How many times as fast llama.cpp is with ringattn.h", 17,
-                                weight="bold"),
-                     peers.text(20, 48, "%s; %s" % (info["machine"], info["model"]), 12,
-                                fill="#555555")]
-        for i, (cache, colour) in enumerate(COLOURS.items()):
-            self.out.append('<circle cx="%d" cy="66" r="5" fill="%s"/>' % (25 + 110 * i, colour))
-            self.out.append(peers.text(36 + 110 * i, 70, cache + " cache"))
-        self.out.append(peers.text(peers.WIDTH - 20, 70, "the least", 12, "end", "#555555"))
-
-    def line(self, y, label, results):
-        super().line(y, label, [dict(r, peer=r["cache"]) for r in results])
+class Drawing(picture.Picture):
+    colours = {"f16": "#d1495b", "q8_0": "#2a6fbb"}
 
 
 def draw(info, args):
     with open(args.json[:-len("json")] + "md", "w") as f:
         f.write(table(info))
     print("\n" + table(info))
-    peers.COLOURS = COLOURS
-    picture = Picture(info["rows"])
-    picture.head(info)
+    drawing = Drawing([r["ratio"] for r in info["rows"]])
+    drawing.title("How many times as fast llama.cpp is with ringattn.h",
+                  "%s; %s" % (info["machine"], info["model"]), "the least")
+    drawing.legend({cache: cache + " cache" for cache in Drawing.colours})
     for threads in sorted({r["threads"] for r in info["rows"]}):
         for kind, title in (("prompt", "Prompts"), ("text", "Text")):
             lines = {}
             for r in info["rows"]:
                 if r["threads"] == threads and r[kind]:
-                    lines.setdefault(r["name"], []).append(r)
+                    lines.setdefault(r["name"], []).append((r["cache"], r["ratio"]))
             if lines:
-                picture.section("%s, %d thread%s" % (title, threads, "s"[:threads > 1]),
+                drawing.section("%s, %d thread%s" % (title, threads, "s"[:threads > 1]),
                                 list(lines.items()))
     with open(args.json[:-len("json")] + "svg", "w") as f:
-        f.write(picture.text())
+        f.write(drawing.text())
 
 
 def main():
@@ -138,14 +126,14 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bench")
     parser.add_argument("model")
-    parser.add_argument("--plugin", default=os.path.join(peers.ROOT, "build/libggml-ringattn.so"))
+    parser.add_argument("--plugin", default=os.path.join(ROOT, "build/libggml-ringattn.so"))
     parser.add_argument("--threads", default="2,1")
     parser.add_argument("--caches", default="f16,q8_0")
     parser.add_argument("--prompts", default="512,1024,2048,4096,8192,16384")
     parser.add_argument("--depths", default="0,4096,8192,16384,32768")
     parser.add_argument("--text", type=int, default=32)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--json", default=os.path.join(peers.ROOT, "build/bench-plugin.json"))
+    parser.add_argument("--json", default=os.path.join(ROOT, "build/bench-plugin.json"))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--draw", action="store_true")
     args = parser.parse_args()
@@ -155,7 +143,7 @@ def main():
         with open(args.json) as f:
             draw(json.load(f), args)
         return 0
-    info = {"machine": peers.machine(), "model": os.path.basename(args.model), "rows": []}
+    info = {"machine": picture.machine(), "model": os.path.basename(args.model), "rows": []}
     print("machine  %s\nmodel    %s" % (info["machine"], info["model"]), flush=True)
     for test in all_tests(args):
         for r in measure(args, test):

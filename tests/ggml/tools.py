@@ -240,7 +240,8 @@ def saved_slot(server, prompt):
 
 
 def step_server():
-    prompts = [english[:4000], english[20000:25000]]
+    size = 2000 if folder == "xllamacpp" else 12000    # tokens: about a quarter of it
+    prompts = [english[:size], english[20000:20000 + size * 5 // 4]]
     for unified in (True, False):
         with tempfile.TemporaryDirectory() as slots:
             server = Server("hook", slots=2, context=8192, save=slots, unified=unified)
