@@ -44,7 +44,8 @@ static const char usage[] =
     "  --ranks P         ranks that split the cache (1)\n"
     "  --lanes L         parts of the cache, at least as many as ranks (16): the text is the same\n"
     "                    for every number of ranks with the same lanes\n"
-    "  --threads T       threads of all ranks together (as many as this process has processors)\n"
+    "  --threads T       threads of all ranks together, of this process's with --at and mpirun (as\n"
+    "                    many as it has processors)\n"
     "  --cache TYPE      of the cache: f32, f16, bf16 or q8_0 (f16)\n"
     "  --context N       positions of the cache (as many as are needed)\n"
     "  --chunk N         tokens of the prompt per call (16 per lane)\n"
@@ -55,6 +56,7 @@ static const char usage[] =
     "                    prompt runs, after it, and at the end, also after Ctrl-C\n"
     "  --load FILE       does not compute what such files have of the prompt's beginning\n"
     "  --logits FILE     writes the logits of every position as f32\n"
+    "  --perplexity      prints that of the prompt, and how many tokens have a part in it\n"
     "  --ids             prints the numbers of tokens instead of text\n"
     "  --count-tokens    prints how many tokens the prompt has, with --ids which; no model is run\n"
     "  --shm             the ranks are processes that share memory, not threads\n"
@@ -233,6 +235,7 @@ static int arguments(program *p, int argc, char **argv) {
         else if (!strcmp(argv[i], "--no-special")) p->no_special = 1;
         else if (!strcmp(argv[i], "--integers")) p->o.integers = 1;
         else if (!strcmp(argv[i], "--interactive")) p->o.turns = 1;
+        else if (!strcmp(argv[i], "--perplexity")) p->o.losses = 1;
         else if (!strcmp(argv[i], "--shm")) p->shm = 1;
         else if (!option(p, argv[i], argv[i + 1])) return 0;
         else i++;
@@ -246,8 +249,12 @@ static int arguments(program *p, int argc, char **argv) {
     if (!p->format) return refuse("--chat", "chatml, llama3, mistral, gemma or harmony");
     if (!!p->at + p->shm + p->mpi > 1) return refuse(p->path, "--at, --shm or mpirun, one of them");
     if (!ranks_agree(p)) return 0;
-    if ((p->at || p->shm || p->mpi) && p->logits)
-        return refuse("--logits", "no process has those of all positions");
+    if (p->o.losses) p->o.predict = 0;
+    if (p->o.losses && (p->o.turns || p->o.load))
+        return refuse("--perplexity", "of one prompt, computed here: without --interactive, --load");
+    if ((p->at || p->shm || p->mpi) && (p->logits || p->o.losses))
+        return refuse(p->logits ? "--logits" : "--perplexity",
+                      "no process has the logits of all positions");
     if (p->logits && p->o.load)
         return refuse("--logits", "those of a loaded cache are not known");
     if (p->o.save && strlen(p->o.save) > CACHE_PATH / 2) return refuse("--save", "is too long");
@@ -503,6 +510,7 @@ static int run_over_shm(program *p, infer_result *r) {
     char name[40];
     int ok;
     snprintf(name, sizeof name, "ring_infer.%ld", (long)getpid());
+    p->o.threads = p->o.threads > p->o.ranks ? p->o.threads / p->o.ranks : 1;
     p->rank = 0;
     for (int32_t i = 1; i < p->o.ranks; i++) {
         pid[i] = fork();
@@ -641,6 +649,14 @@ static int write_logits(const program *p, const infer_result *r) {
     return ok ? 1 : refuse(p->logits, "cannot be written");
 }
 
+static int show_perplexity(const infer_result *r) {
+    double sum = 0;
+    for (int64_t i = 1; i < r->prompt; i++) sum += r->loss[i];
+    printf("%.6f %lld\n", r->prompt > 1 ? exp(sum / (double)(r->prompt - 1)) : 1,
+           (long long)r->prompt - 1);
+    return fflush(stdout) == 0;
+}
+
 static void show_figures(const program *p, const infer_result *r) {
     const int64_t more = r->written, computed = r->given - r->loaded;
     fprintf(stderr, "\nprompt  %6lld tokens, %8.1f tokens/s", (long long)r->given,
@@ -678,6 +694,7 @@ static int run(program *p, int argc, char **argv) {
     if (!ok) (void)refuse(p->path, r.why);
     if (ok && p->rank < 1) ok = show_held(p, 1) == 0;
     if (ok && p->logits) ok = write_logits(p, &r);
+    if (ok && p->o.losses && r.ended != INFER_HALTED) ok = show_perplexity(&r);
     if (ok && p->rank < 1) show_figures(p, &r);
     full = ok && r.ended == INFER_FULL;
     if (full && p->rank < 1)

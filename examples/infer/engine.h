@@ -49,6 +49,7 @@ typedef struct infer_options {         /* 0: the default */
     int32_t stop[INFER_STOPS], stops;  /* tokens that end the text */
     int32_t all_logits;                /* 1: keep those of every position; 2: from the last token of
                                         * the prompt on, and of the positions `wanted` before it */
+    int32_t losses;                    /* 1: result->loss is wanted */
     const int64_t *wanted;             /* [wanted_count] ascending */
     int64_t wanted_count;
     const char *load, *save;           /* files of a cache, see cache_file.h; null: none. What is
@@ -80,6 +81,8 @@ typedef struct infer_result {
                                         * them could be written */
     int64_t cached;                    /* positions whose logits are known */
     float *logits;                     /* [context][vocabulary] or null */
+    double *loss;                      /* [prompt] minus the log of the probability of each token of
+                                        * the prompt, 0 for the first; or null */
     int64_t cache_bytes;               /* on a rank */
     int64_t load_ns, prefill_ns, decode_ns;
     char why[INFER_WHY];
@@ -587,6 +590,17 @@ static inline void infer_embed(infer_rank *r, const int32_t *tokens) {
     for (int64_t i = 0; i < r->owned * w->columns; i++) r->x[i] *= r->e->m->embedding_scale;
 }
 
+/* How improbable logits make the token at a position, if it is of the prompt. */
+static inline void infer_lose(const infer_engine *e, const float *logits, int64_t position) {
+    double sum = 0, most = (double)logits[0];
+    if (!e->result->loss || position >= e->result->prompt) return;
+    for (int64_t i = 1; i < e->m->vocabulary; i++)
+        if ((double)logits[i] > most) most = (double)logits[i];
+    for (int64_t i = 0; i < e->m->vocabulary; i++) sum += exp((double)logits[i] - most);
+    e->result->loss[position] = log(sum) + most -
+                                (double)logits[e->result->tokens[position]];
+}
+
 /* Computes logits and next tokens of the wanted rows of x. New token i is at position first + i. */
 static inline ra_status infer_head(infer_rank *r, int64_t first) {
     const infer_engine *e = r->e;
@@ -607,6 +621,7 @@ static inline ra_status infer_head(infer_rank *r, int64_t first) {
             if (s != RA_OK) return s;
             for (int64_t k = 0; k < m->vocabulary && m->logit_softcap > 0; k++)
                 row[k] = m->logit_softcap * tanhf(row[k] / m->logit_softcap);
+            infer_lose(e, row, first + token + 1);
             r->next[token] = infer_sample(&e->o, row, m->vocabulary, first + token, r->choice);
             if (e->result->logits)
                 memcpy(e->result->logits + (first + token) * m->vocabulary, row,
@@ -936,7 +951,7 @@ static inline ra_status infer_decode(infer_rank *r, int64_t *count, int64_t *cac
 /* Which of the n tokens of the prompt at position `at` is the first whose logits are needed. */
 static inline int64_t infer_first_wanted(const infer_rank *r, int64_t at, int64_t n) {
     const infer_options *o = &r->e->o;
-    if (o->all_logits == 1) return 0;
+    if (o->all_logits == 1 || o->losses) return 0;
     for (int64_t i = 0; i < o->wanted_count; i++)
         if (o->wanted[i] >= at && o->wanted[i] < at + n) return o->wanted[i] - at;
     return at + n == r->from ? n - 1 : n;
@@ -1248,6 +1263,7 @@ static inline size_t infer_message_bytes(const model *m, const infer_options *o,
 static inline void infer_free(infer_result *r) {
     free(r->tokens);
     free(r->logits);
+    free(r->loss);
     memset(r, 0, sizeof *r);
 }
 
@@ -1272,7 +1288,8 @@ static inline int infer_run_rank(const model *m, const infer_options *o, const i
     if (e.o.all_logits)
         result->logits = (float *)calloc((size_t)e.o.context * (size_t)m->vocabulary,
                                          sizeof *result->logits);
-    if (result->tokens && (result->logits || !e.o.all_logits)) {
+    if (e.o.losses) result->loss = (double *)calloc((size_t)count, sizeof *result->loss);
+    if (result->tokens && (result->logits || !e.o.all_logits) && (result->loss || !e.o.losses)) {
         memcpy(result->tokens, prompt, (size_t)count * sizeof *prompt);
         result->prompt = result->count = count;
         pthread_mutex_init(&e.lock, NULL);

@@ -240,6 +240,12 @@ def check_packages(program, tokens, downloads, folder):
         if "smollm2" in path.lower():
             check_turns(program, path)
         best = model.logits(prompt + follows)[len(prompt) - 1:-1].argmax(-1).tolist()
+        logits = model.logits(prompt)[:-1]
+        odds = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(logits)), prompt[1:]]
+        says = run([program, path, "--perplexity", "--tokens", ",".join(map(str, prompt)),
+                    "--cache", "f32", "--ranks", "2"]).stdout.split()
+        check(len(says) == 2 and abs(float(says[0]) / np.exp(odds.mean()) - 1) < 1e-4 and
+              int(says[1]) == len(prompt) - 1, f"{path}: perplexity {says}, {np.exp(odds.mean())}")
         check(len(follows) > 4 and best == follows, f"{path}: {follows}, exactly {best}")
     vocabularies = glob.glob(os.path.join(folder, "**", "ggml-vocab-*.inp"), recursive=True)
     held = 0
