@@ -15579,8 +15579,8 @@ typedef struct ra__claim { int64_t fold, task; } ra__claim;
 /* Progress of a task. */
 typedef struct ra__turn {
     int32_t next;                      /* index in its sequence of the entry that it folds next */
-    int32_t begun;                     /* forward: 0: nothing is folded; otherwise 1 and the blocks
-                                        * that it has folded of that entry: see RESUME */
+    uint32_t begun : 1;                /* forward: 1: it has running sums */
+    uint32_t blocks : 31;              /* of that entry that it has folded: see RESUME */
 } ra__turn;
 
 /* A task in hand of a backward pass: the one that a thread works on or has left half done. Sums of
@@ -15650,7 +15650,6 @@ typedef struct ra__queue {
 enum { RA__HELLO_OUT, RA__HELLO_IN, RA__RECEIVES, RA__SENDS, RA__RETURNS, RA__NOTICES_IN,
        RA__NOTICES_OUT, RA__ROLL_OUT, RA__ROLL_BACK_OUT, RA__ROLL_IN, RA__ROLL_BACK_IN,
        RA__QUEUES };
-enum { RA__NOTICE = -1, RA__HELLO = -2, RA__ROLL = -3 }; /* in place of the number of a chunk */
 
 /* Counters that begin at 0 in each pass. */
 enum { RA__PASS_COUNTERS = 10 };
@@ -15680,8 +15679,9 @@ typedef struct ra__kept {
  * number and writes to that number's slot. If it has not finished when the slot is due again, the
  * later event is lost. An event was read whole if its slot has the same number before and after. */
 enum { RA__EVENT_WORDS = (sizeof(ra_event) + 7) / 8 };
+enum { RA__SLOT_EMPTY = 0, RA__SLOT_WRITING = -1 };     /* WRITING: a thread is in it */
 typedef struct ra__journal_slot {
-    int64_t number;                    /* of the event, from 1; 0: none, -1: a thread is in it */
+    int64_t number;                    /* of the event, from 1, or RA__SLOT_* */
     int64_t word[RA__EVENT_WORDS];
 } ra__journal_slot;
 typedef struct ra__journal {
@@ -18265,7 +18265,7 @@ static void ra__journal_put(ra__journal *log, const ra_event *e) {
     ra__journal_slot *at = &log->slot[(last + RA_EVENTS - 1) % RA_EVENTS];
     word[RA__EVENT_WORDS - 1] = 0;
     memcpy(word, e, sizeof *e);
-    if (e->kind == RA_EV_WAIT && last && ra__cas_i64(&at->number, last, -1)) {
+    if (e->kind == RA_EV_WAIT && last && ra__cas_i64(&at->number, last, RA__SLOT_WRITING)) {
         const int again = ra__load_i64(&at->word[0]) == word[0];   /* kind and rank */
         if (again) ra__store_i64(&at->word[TIME], word[TIME]);
         ra__store_i64(&at->number, last);
@@ -18274,7 +18274,9 @@ static void ra__journal_put(ra__journal *log, const ra_event *e) {
     i = ra__add_i64(&log->next, 1);
     at = &log->slot[i % RA_EVENTS];
     before = ra__load_i64(&at->number);
-    if (before < 0 || before > i || !ra__cas_i64(&at->number, before, -1)) return;
+    if (before == RA__SLOT_WRITING || before > i ||
+        !ra__cas_i64(&at->number, before, RA__SLOT_WRITING))
+        return;
     for (int32_t k = 0; k < RA__EVENT_WORDS; k++) ra__store_i64(&at->word[k], word[k]);
     ra__store_i64(&at->number, i + 1);
 }
@@ -18713,14 +18715,14 @@ static ra_status ra__talk_op_failed(ra__talk *k, const ra_transport_op *op, cons
 /* -------------------------------------------------------------------------- passes */
 /* Takes the turn for a pass, unless another one has it. If the network has failed, that is the
  * reason: there is no need to wait for the other pass. */
-static ra_status ra__talk_turn(ra__talk *k, const ra_transport *t, ra_error *e) {
+static ra_status ra__talk_turn(ra__talk *k, const ra_transport *t) {
     if (ra__tp_turn(t)) return RA_OK;
     const ra_status failure = ra__tp_failure(t);
     if (failure)
-        return ra__refuse(e, failure, "transport",
+        return ra__refuse(&k->refusal, failure, "transport",
                           "failed in a pass of another ring or cache of this rank; here # ended",
                           k->pass);
-    return ra__refuse(e, RA_E_BUSY, "transport",
+    return ra__refuse(&k->refusal, RA_E_BUSY, "transport",
                       "carries a pass of another ring or cache of this rank; here # ended",
                       k->pass);
 }
@@ -18932,13 +18934,13 @@ static void ra__ticket_begun(ra__tickets *t, int64_t ticket, ra_status s) {
 }
 
 /* How the call of an earlier ticket ended. */
-static ra_status ra__ticket_late(ra__talk *k, int64_t ticket, ra_error *e) {
+static ra_status ra__ticket_late(ra__talk *k, int64_t ticket) {
     ra__tickets *t = &k->tickets;
     ra_status s = ra__load_i32(&k->failed);
     if (s || !ra__load_i64(&t->refusals)) return s;
     if (!ra__cas_i32(&t->join, 0, 1)) return RA_WAIT;
     if (ticket <= t->forgotten)
-        s = ra__refuse(e, RA_E_STATE, "job.ticket",
+        s = ra__refuse(&k->refusal, RA_E_STATE, "job.ticket",
                        "# is too old: too many tickets have been refused since", ticket);
     for (int64_t i = 0; i < ra__min(t->refusals, RA__REFUSALS); i++)
         if (t->refused[i] == ticket) s = t->refused_status[i];
@@ -18978,8 +18980,7 @@ static ra_status ra__talk_join(ra__talk *k, uint64_t ticket, const void *job, in
     ra__tickets *t = &k->tickets;
     ra_status s = ra__ticket_check(ticket, ith, &k->refusal);
     if (s) return s;
-    if ((int64_t)ticket < ra__load_i64(&t->last))
-        return ra__ticket_late(k, (int64_t)ticket, &k->refusal);
+    if ((int64_t)ticket < ra__load_i64(&t->last)) return ra__ticket_late(k, (int64_t)ticket);
     if ((int64_t)ticket > ra__load_i64(&t->last)) {
         s = ra__join_begin(k, ticket, job, begin);
         if (s) return s;
@@ -18988,7 +18989,7 @@ static ra_status ra__talk_join(ra__talk *k, uint64_t ticket, const void *job, in
     if (ra__add_i32(&t->join, 0)) {
         s = RA_WAIT;
     } else if (ra__load_i64(&t->last) != (int64_t)ticket) {
-        s = ra__ticket_late(k, (int64_t)ticket, &k->refusal);
+        s = ra__ticket_late(k, (int64_t)ticket);
     } else {
         s = ra__load_i32(&t->status);
         if (!s) s = ra__talk_step_agreed(k, ith);
@@ -19283,14 +19284,13 @@ static int ra__queue_sends(int which) {
            which == RA__ROLL_OUT || which == RA__ROLL_BACK_OUT;
 }
 
-/* The chunk of message i of a queue; without one RA__HELLO, RA__NOTICE or RA__ROLL. */
+/* The chunk of message i of a queue; -1: it has none. */
 static int32_t ra__queue_chunk(const ra_ring *r, int which, int64_t i) {
     switch (which) {
     case RA__RECEIVES: return r->lists->recv[i].chunk;
     case RA__SENDS: return r->lists->send[i].chunk;
     case RA__RETURNS: return r->lists->returned[i].chunk;
-    default:
-        return which < RA__RECEIVES ? RA__HELLO : which < RA__ROLL_OUT ? RA__NOTICE : RA__ROLL;
+    default: return -1;
     }
 }
 
@@ -19314,7 +19314,7 @@ static int32_t ra__queue_peer(const ra_ring *r, int which, int64_t i, int32_t *h
 }
 
 /* Posts the next message of a queue, `length` bytes at buf, and returns its op. c: its chunk, or
- * what ra__queue_chunk returns for a message without one. */
+ * -1. */
 static ra_transport_op *ra__queue_post(ra_ring *r, int which, int32_t peer, int64_t c, void *buf,
                                        int64_t length) {
     ra__queue *queue = &r->queue[which];
@@ -19324,7 +19324,7 @@ static ra_transport_op *ra__queue_post(ra_ring *r, int which, int32_t peer, int6
     op->kind = ra__queue_sends(which) ? RA_MSG_SEND : RA_MSG_RECV;
     op->channel = which >= RA__RETURNS && which < RA__ROLL_OUT;
     op->peer = peer;
-    op->tag = ra__tp_tag(&r->talk.tp, c >= 0 ? c : c == RA__NOTICE ? r->talk.pass : 0);
+    op->tag = ra__tp_tag(&r->talk.tp, c >= 0 ? c : op->channel ? r->talk.pass : 0);
     op->buf = buf;
     op->len = (size_t)length;
     op->mr = r->talk.mr;
@@ -19574,37 +19574,41 @@ static ra__cause ra__ring_awaits(const void *of) {
     return ra__nobody;
 }
 
-/* The frame of the next message of a queue that receives: of chunk c, or of what
- * ra__queue_chunk returns for a message without one. */
-static ra__frame ra__ring_due(const ra_ring *r, int64_t c) {
-    if (c == RA__HELLO) return ra__ring_greeting(r, ra__rank_up(r->plan, r->rank, -1));
-    if (c == RA__ROLL) return ra__ring_frame(r, RA__FRAME_ROLL, 0, -1, RA__FRAME_BYTES);
-    if (c < 0) return ra__ring_frame(r, RA__FRAME_DONE, r->rank, -1, RA__FRAME_BYTES);
-    return ra__ring_frame(r, ra__ring_kind(r), r->lists->chunk[c].owner, c,
-                          ra__ring_length(r, c, 1));
+/* The frame of a message that is received in this queue. c: its chunk, or -1. */
+static ra__frame ra__ring_due(const ra_ring *r, int which, int64_t c) {
+    switch (which) {
+    case RA__HELLO_IN: return ra__ring_greeting(r, ra__rank_up(r->plan, r->rank, -1));
+    case RA__ROLL_IN: case RA__ROLL_BACK_IN:
+        return ra__ring_frame(r, RA__FRAME_ROLL, 0, -1, RA__FRAME_BYTES);
+    case RA__NOTICES_IN:
+        return ra__ring_frame(r, RA__FRAME_DONE, r->rank, -1, RA__FRAME_BYTES);
+    default:
+        return ra__ring_frame(r, ra__ring_kind(r), r->lists->chunk[c].owner, c,
+                              ra__ring_length(r, c, 1));
+    }
 }
 
-/* Checks how an op has ended: 1 well, 0 not yet, negative: the pass has failed. chunk: as in
- * ra__ring_due. */
-static int ra__ring_op_done(ra_ring *r, const ra_transport_op *op, int64_t chunk) {
-    const int ended = ra__op_ended(op), sending = op->kind == RA_MSG_SEND;
+/* Checks how an op of a queue has ended: 1 well, 0 not yet, negative: the pass has failed. */
+static int ra__ring_op_done(ra_ring *r, int which, const ra_transport_op *op, int64_t c) {
+    const int ended = ra__op_ended(op), sending = ra__queue_sends(which);
     ra__frame due;
     if (ended >= 0) return ended;
-    if (!sending) due = ra__ring_due(r, chunk);
+    if (!sending) due = ra__ring_due(r, which, c);
     return ra__talk_op_failed(&r->talk, op, sending ? NULL : &due,
-                              ra__ring_cause(r, op->peer, sending, chunk));
+                              ra__ring_cause(r, op->peer, sending, c));
 }
 
-/* Checks the next message of a queue, chunk c as in ra__ring_due: 1 done and as it should be, 0 not
+/* Checks the next message of a queue, of chunk c or of none (-1): 1 done and as it should be, 0 not
  * yet, negative: the pass has failed. */
-static int ra__queue_look(ra_ring *r, const ra__queue *queue, int64_t c) {
+static int ra__queue_look(ra_ring *r, int which, int64_t c) {
+    const ra__queue *queue = &r->queue[which];
     int done;
     if (queue->done == queue->posted) return 0;
     const ra_transport_op *op = ra__queue_op(queue, queue->done);
-    if ((done = ra__ring_op_done(r, op, c)) <= 0) return done;
-    int sending = op->kind == RA_MSG_SEND;
+    if ((done = ra__ring_op_done(r, which, op, c)) <= 0) return done;
+    const int sending = ra__queue_sends(which);
     if (!sending) {
-        const ra__frame due = ra__ring_due(r, c);
+        const ra__frame due = ra__ring_due(r, which, c);
         ra_status s = ra__talk_check(&r->talk, op, &due, ra__ring_cause(r, op->peer, 0, c));
         if (s) return s;
     }
@@ -19612,7 +19616,7 @@ static int ra__queue_look(ra_ring *r, const ra__queue *queue, int64_t c) {
     if (c >= 0) (void)ra__add_i64(sending ? &r->counters.chunks_out : &r->counters.chunks_in, 1);
     ra__ring_op_event(r, op, 0, c,
                       queue->ns ? queue->ns[queue->done % queue->slots] : r->talk.begin_ns);
-    if (c >= RA__NOTICE)
+    if (c >= 0 || op->channel)         /* of a chunk, or a notice */
         (void)ra__add_i64(sending ? &r->counters.bytes_out : &r->counters.bytes_in,
                           (int64_t)op->len);
     return 1;
@@ -19690,13 +19694,13 @@ static int ra__ring_take(ra_ring *r, int which) {
     const int links = which >= RA__RECEIVES && which <= RA__RETURNS;
     for (int64_t i = queue->done; i < queue->posted && !links; i++)
         if (ra__queue_op(queue, i)->state < 0)
-            return ra__ring_op_done(r, ra__queue_op(queue, i), ra__queue_chunk(r, which, i));
+            return ra__ring_op_done(r, which, ra__queue_op(queue, i), -1);
     /* The peer's hello may fail the pass. Ours is sent first, so the next rank can compare. */
     if (which == RA__HELLO_IN && out->done < out->total) return 0;
     for (;;) {
         const int64_t i = queue->done;
-        const int64_t c = i < queue->total ? ra__queue_chunk(r, which, i) : RA__NOTICE;
-        const int done = ra__queue_look(r, queue, c);
+        const int64_t c = i < queue->total ? ra__queue_chunk(r, which, i) : -1;
+        const int done = ra__queue_look(r, which, c);
         if (done <= 0) return done;
         if (which == RA__RECEIVES && r->notices)
             ra__ring_note_owner(r, ra__queue_op(queue, i), r->lists->chunk[c].owner);
@@ -19880,10 +19884,16 @@ static void ra__fold_open(const ra_ring *r, ra__desk *desk, uint8_t *memory, ra_
     h->seen = ra__bounds_none();
     for (int32_t i = 0; i < h->t.count; i++) ra__bounds_join(&h->seen, &h->x.at[i].bounds);
     h->next = ra__fold_next(r, h, desk->claim.fold, n);
-    if (r->turn[desk->claim.task].begun) h->x.block = r->turn[desk->claim.task].begun - 1;
+    h->x.block = r->turn[desk->claim.task].blocks;
     h->loaded = 0;
     h->received = -1;
     desk->open = 1;
+}
+
+/* The running sums of a task are stored, after so many blocks of its next entry. */
+static void ra__turn_store(ra__turn *turn, int64_t blocks) {
+    turn->begun = 1;
+    turn->blocks = (uint32_t)blocks & 0x7fffffff;
 }
 
 /* Loads the queries and the running state of a task into its scratch. */
@@ -19968,7 +19978,7 @@ static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
         RA__OWN_FP ra__fp fp = ra__fp_enter();
         if (h->next == RA__NONE) ra__fold_load(r, desk, h);
         if (h->loaded) ra__task_save(&r->work, &h->t, &h->x, h->next == RA__NONE);
-        if (h->loaded) turn->begun = 1;
+        if (h->loaded) ra__turn_store(turn, 0);
         ra__store_i32(&turn->next, h->next == RA__NONE ? INT32_MAX
                                                           : r->lists->fold[h->next].index);
     }
@@ -20518,7 +20528,7 @@ static ra_status ra__ring_begin(void *of, const void *what) {
     const int64_t need =
         ra__ring_bytes(job->plan, &job->plan->sizes, ring->shared, k->tp.align).bytes;
     if (need > ring->talk.bytes) return ra__ring_too_small(&k->refusal, ring->talk.bytes, need);
-    s = ra__talk_turn(k, &k->tp, &k->refusal);
+    s = ra__talk_turn(k, &k->tp);
     if (s) return s;
     ra__link_rest(&k->link);
     ring->work = w;
@@ -20745,7 +20755,16 @@ typedef struct ra__reports {
     int64_t bytes;
 } ra__reports;
 
+/* What a rank says first. Its pass is that of the frame. */
+typedef struct ra__hello {
+    ra__frame frame;
+    uint64_t ranks, before;            /* hashes of the survivors, and of what ranks agreed on in
+                                        * the pass before (0: it was not forward) */
+    int64_t state;                     /* RA__RANK_* */
+} ra__hello;
+
 typedef struct ra__resume_peer {
+    ra__hello hello;
     ra__frame to_peer, from_peer;      /* control messages of RA__FRAME_BYTES */
     uint8_t out, in;                   /* messages of the round: 1 posted, 2 done */
     uint8_t end_posted, end_came;      /* 1: END was posted, has come */
@@ -20872,7 +20891,7 @@ static void ra__resume_store_task(ra_ring *r, ra__desk *desk) {
     h->x.waiting = 0;
     if (h->loaded) {
         ra__task_save(&r->work, &h->t, &h->x, 0);
-        turn->begun = 1 + (int32_t)h->x.block;
+        ra__turn_store(turn, h->x.block);
     }
     ra__fp_leave(&mode);
     ra__store_i32(&turn->next, r->lists->fold[h->next].index);
@@ -20905,17 +20924,26 @@ static void ra__resume_note_state(ra_ring *r) {
 }
 
 /* -------------------------------------------------------------------------- control messages */
-/* The hello of this rank: the state of its pass (RA__RANK_*) as chunk, the hash of the survivors as
- * length, and the hash of the pass before as topics. */
-static ra__frame ra__resume_hello(const ra_ring *r) {
+/* Seals a message of the meeting. Its topics are a hash of what follows the frame. */
+static void ra__resume_seal(void *message, int64_t bytes) {
+    ra__frame f;
+    memcpy(&f, message, sizeof f);
+    f.topics = ra__hash_of((uint8_t *)message + sizeof f, (size_t)bytes - sizeof f);
+    f = ra__frame_sealed(f);
+    memcpy(message, &f, sizeof f);
+}
+
+/* The hello of this rank. */
+static ra__hello ra__resume_hello(const ra_ring *r) {
     const ra__resume *x = r->resume;
-    const int32_t state = (r->serves ? RA__RANK_COMPLETE : 0) |
-        (r->lists->backward ? RA__RANK_BACKWARD : 0) |
-        (ra__load_i32(&r->engine_failed) && !r->serves ? RA__RANK_ENGINE : 0);
-    const uint64_t all = ra__hash_of(x->rank, (size_t)x->n * sizeof *x->rank);
-    ra__frame f = ra__ring_frame(r, RA__FRAME_MEET, r->rank, state, (int64_t)all);
-    f.topics = r->earlier.plan ? ra__hash_of(&r->earlier.agreed, sizeof r->earlier.agreed) : 0;
-    return ra__frame_sealed(f);
+    ra__hello h;
+    h.frame = ra__ring_frame(r, RA__FRAME_MEET, r->rank, 0, sizeof h);
+    h.ranks = ra__hash_of(x->rank, (size_t)x->n * sizeof *x->rank);
+    h.before = r->earlier.plan ? ra__hash_of(&r->earlier.agreed, sizeof r->earlier.agreed) : 0;
+    h.state = (r->serves ? RA__RANK_COMPLETE : 0) | (r->lists->backward ? RA__RANK_BACKWARD : 0) |
+              (ra__load_i32(&r->engine_failed) && !r->serves ? RA__RANK_ENGINE : 0);
+    ra__resume_seal(&h, sizeof h);
+    return h;
 }
 
 static ra_status ra__resume_refuse(ra_ring *r, ra_status s, int32_t i) {
@@ -20956,8 +20984,10 @@ static void ra__resume_post(ra_ring *r, int32_t i, int sending, void *buf, int64
  * failed. */
 static int ra__resume_control_done(ra_ring *r, int32_t i, int sending) {
     ra_transport_op *op = &r->control[2 * i + sending];
-    int done = op->kind ? ra__ring_op_done(r, op, -1) : 0;
-    if (done <= 0) return done;
+    const int ended = op->kind ? ra__op_ended(op) : 0;
+    if (ended < 0)
+        return ra__talk_op_failed(&r->talk, op, NULL, ra__cause_of(&r->talk, i, sending));
+    if (!ended) return 0;
     ra__ring_op_event(r, op, 0, -1, r->talk.begin_ns);
     op->kind = 0;
     r->moves++;
@@ -20982,19 +21012,20 @@ static void ra__resume_set_verdict(ra_ring *r, ra_status s, int32_t rank, int64_
     r->resume->cause = ra__resume_cause(rank, chunk, why);
 }
 
-static int64_t ra__frame_pass(const ra__frame *f) {
-    return f->pass & (((int64_t)1 << RA__EPOCH_BIT) - 1);
+/* The pass of a peer, from its hello. */
+static int64_t ra__resume_pass_of(const ra__resume *x, int32_t i) {
+    return x->peer[i].hello.frame.pass & (((int64_t)1 << RA__EPOCH_BIT) - 1);
 }
 
 /* Sets the verdict if peer i cannot take part in the pass that is resumed, whose hash is `hash`. */
 static void ra__resume_check_peer(ra_ring *r, int32_t i, uint64_t hash) {
-    const ra__frame *f = &r->resume->peer[i].from_peer;
-    const int64_t ahead = ra__frame_pass(f) - r->resume->pass;
-    const uint64_t its = ahead ? f->topics : f->hash;
+    const ra__hello *h = &r->resume->peer[i].hello;
+    const int64_t ahead = ra__resume_pass_of(r->resume, i) - r->resume->pass;
+    const uint64_t its = ahead ? h->before : h->frame.hash;
     const int32_t rank = r->resume->rank[i];
     const char *why = NULL;
-    if (!ahead && (f->chunk & RA__RANK_BACKWARD)) why = "has a backward pass: begin it anew";
-    else if (!ahead && (f->chunk & RA__RANK_ENGINE)) why = "has an engine that failed";
+    if (!ahead && (h->state & RA__RANK_BACKWARD)) why = "has a backward pass: begin it anew";
+    else if (!ahead && (h->state & RA__RANK_ENGINE)) why = "has an engine that failed";
     else if (ahead > 1 || !its) why = "has had more than one pass since: see resumable";
     if (why) ra__resume_set_verdict(r, RA_E_UNSUPPORTED, rank, -1, why);
     else if (its != hash)
@@ -21004,17 +21035,16 @@ static void ra__resume_check_peer(ra_ring *r, int32_t i, uint64_t hash) {
 /* From all hellos: the pass that is resumed, and whether it can be. */
 static void ra__resume_agree(ra_ring *r) {
     ra__resume *x = r->resume;
-    const ra__frame *first = &x->peer[0].from_peer;
+    int32_t first = 0;
     for (int32_t i = 1; i < x->n; i++)
-        if (ra__frame_pass(&x->peer[i].from_peer) < ra__frame_pass(first))
-            first = &x->peer[i].from_peer;
-    x->pass = ra__frame_pass(first);
+        if (ra__resume_pass_of(x, i) < ra__resume_pass_of(x, first)) first = i;
+    x->pass = ra__resume_pass_of(x, first);
     x->complete = 1;
     for (int32_t i = 0; i < x->n; i++)
-        if (ra__frame_pass(&x->peer[i].from_peer) == x->pass)
-            x->complete &= x->peer[i].from_peer.chunk & RA__RANK_COMPLETE;
+        if (ra__resume_pass_of(x, i) == x->pass)
+            x->complete &= (x->peer[i].hello.state & RA__RANK_COMPLETE) != 0;
     for (int32_t i = 0; i < x->n && !x->complete && !x->verdict; i++)
-        ra__resume_check_peer(r, i, first->hash);
+        ra__resume_check_peer(r, i, x->peer[first].hello.frame.hash);
 }
 
 /* If the ring is one pass ahead, returns it to the pass that is resumed, which is complete here.
@@ -21126,10 +21156,9 @@ static void ra__resume_report(ra_ring *r) {
                 ra__bit_set(need, 2 * (int64_t)x->lists.recv[i].chunk + s);
     for (int32_t o = 0; o < p->d.ranks; o++)
         if (ra__resume_can_give(r, o)) ra__bit_set(gives, o);
-    ra__frame f = ra__ring_frame(r, RA__FRAME_REPORT, r->rank, 0, v->bytes);
-    f.topics = ra__hash_of(need, (size_t)(v->bytes - RA__FRAME_BYTES));
-    f = ra__frame_sealed(f);
+    const ra__frame f = ra__ring_frame(r, RA__FRAME_REPORT, r->rank, 0, v->bytes);
     memcpy(v->of + x->me * v->bytes, &f, sizeof f);
+    ra__resume_seal(v->of + x->me * v->bytes, v->bytes);
 }
 
 /* Once the pass to resume is known: allocates, makes the lists and the report. */
@@ -21276,7 +21305,7 @@ static ra_status ra__resume_send(ra_ring *r, int32_t i) {
 static int ra__resume_take_sends(ra_ring *r) {
     ra__queue *out = &r->queue[RA__SENDS];
     while (out->done < out->posted) {
-        const int done = ra__queue_look(r, out, r->resume->sent[out->done % out->slots]);
+        const int done = ra__queue_look(r, RA__SENDS, r->resume->sent[out->done % out->slots]);
         if (done <= 0) return done;
         ra__queue_next(r, out);
     }
@@ -21330,9 +21359,9 @@ static ra_status ra__resume_take_request(ra_ring *r, int32_t i) {
 
 /* The hello or, in the second round, the report of rank i of the meeting; its bytes. */
 static uint8_t *ra__resume_letter(const ra__resume *x, int32_t i, int64_t *bytes) {
-    *bytes = x->stage == RA__MEET_REPORT ? x->reports.bytes : (int64_t)RA__FRAME_BYTES;
+    *bytes = x->stage == RA__MEET_REPORT ? x->reports.bytes : (int64_t)sizeof(ra__hello);
     return x->stage == RA__MEET_REPORT ? x->reports.of + i * x->reports.bytes
-                                       : (uint8_t *)&x->peer[i].from_peer;
+                                       : (uint8_t *)&x->peer[i].hello;
 }
 
 /* Checks the message of the meeting that has come from peer i. */
@@ -21343,11 +21372,14 @@ static ra_status ra__resume_check_letter(ra_ring *r, int32_t i) {
     const uint8_t *letter = ra__resume_letter(x, i, &bytes);
     ra__frame f;
     memcpy(&f, letter, sizeof f);
-    const ra_status s = ra__resume_check(r, i, letter, hello ? RA__FRAME_MEET : RA__FRAME_REPORT,
-                                         hello ? x->peer[x->me].from_peer.length : bytes);
-    if (s || hello) return s;
-    if (f.topics == ra__hash_of(letter + sizeof f, (size_t)bytes - sizeof f)) return s;
-    return ra__resume_refuse(r, RA_E_PROTO, i);
+    const ra_status s =
+        ra__resume_check(r, i, letter, hello ? RA__FRAME_MEET : RA__FRAME_REPORT, bytes);
+    if (s) return s;
+    if (f.topics != ra__hash_of(letter + sizeof f, (size_t)bytes - sizeof f))
+        return ra__resume_refuse(r, RA_E_PROTO, i);
+    if (hello && x->peer[i].hello.ranks != x->peer[x->me].hello.ranks)
+        return ra__resume_refuse(r, RA_E_MISMATCH, i);
+    return RA_OK;
 }
 
 /* Posts this rank's message of the round to each peer, and a receive for theirs. */
@@ -21527,7 +21559,8 @@ static ra_status ra__resume_check_ranks(const ra_ring *r, const ra_resume_desc *
 static ra_status ra__resume_check_transport(const ra_ring *r, const ra_resume_desc *rd, int32_t me,
                                             ra_error *e) {
     const ra_transport *t = rd->transport;
-    int64_t bytes = ra__max(r->plan->forward.chunk_bytes, ra__reports_size(r->plan));
+    int64_t bytes = ra__max((int64_t)sizeof(ra__hello),
+                            ra__max(r->plan->forward.chunk_bytes, ra__reports_size(r->plan)));
     if (r->earlier.plan)
         bytes = ra__max(bytes, ra__max(r->earlier.plan->forward.chunk_bytes,
                                        ra__reports_size(r->earlier.plan)));
@@ -21630,7 +21663,7 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
                           "quiesce, or that failed", ring->talk.pass);
     memset(&tp, 0, sizeof tp);
     if (rd->ranks > 1) tp = ra__tp_resolved(rd->transport);
-    s = ra__talk_turn(&ring->talk, &tp, e);
+    s = ra__talk_turn(&ring->talk, &tp);
     if (s) return s;
     s = ra__resume_alloc(ring, rd, &x);
     if (s) ra__tp_turn_ends(&tp);
@@ -21639,7 +21672,7 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
     ra__resume_note_state(ring);
     ra__resume_bind(ring, x, rd, &tp);
     ra__ring_agree(ring);
-    x->peer[x->me].from_peer = ra__resume_hello(ring);
+    x->peer[x->me].hello = ra__resume_hello(ring);
     ring->talk.quiet = ring->talk.parted = 0;
     ring->talking = 1;
     ring->meeting = 1;
@@ -21773,7 +21806,9 @@ typedef struct ra__cache_portion {
     int64_t n;                         /* its number in the sequence or, to write, in the stage */
     int64_t row, rows;                 /* rows [row, row + rows) of the sequence */
     int64_t lo, hi;                    /* its rows see no positions except lo <= p < hi */
-    int32_t lane;                      /* with slots: of its span; -1: all lanes */
+    int32_t partial;                   /* with slots: 1: only this span of this lane; 0: it has all
+                                        * lanes */
+    int32_t lane;
     int64_t span;
 
     ra__portion_cursor at;             /* what comes next */
@@ -23080,7 +23115,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     s = ra__check_tensors(d, t, &rows, &w, kv, extent, e);
     if (!s) s = ra__check_outputs(d, t, &rows, &w, extent, e);
     if (!s) s = ra__cache_check_tables(c, &t->pages);
-    if (!s) s = ra__talk_turn(&c->talk, &c->talk.tp, e);
+    if (!s) s = ra__talk_turn(&c->talk, &c->talk.tp);
     if (s) return s;
     c->t = *t;
     c->q = w.q;
@@ -23461,12 +23496,12 @@ static ra__cache_portion ra__portion_at(const ra_cache *c, int32_t b, int64_t n)
     x.b = b;
     x.joint = c->joint[b];
     x.n = n;
-    x.lane = -1;
     x.decode = ra__cache_decodes(c, b);
     x.head = (int32_t)(n % parts) * heads;
     if (x.decode) step = c->decode_tokens;
     else index = ra__ceil_div(rows, step) - 1 - index;
     if (c->slot[b] >= 0) {
+        x.partial = 1;
         x.lane = c->keys.first + (int32_t)(n / ra__cache_spans(c, b));
         x.span = n % ra__cache_spans(c, b);
         index = 0;
@@ -23679,7 +23714,7 @@ static void ra__lane_address(const ra_cache *c, int32_t b, int32_t lane, int64_t
 
 /* The first leaf of a lane that a portion takes. */
 static int64_t ra__first_leaf(const ra_cache *c, const ra__cache_portion *x, int32_t lane) {
-    return x->lane >= 0 ? x->span * RA__SPAN : ra__lane_keys(c, lane, x->lo) / RA__LEAF;
+    return x->partial ? x->span * RA__SPAN : ra__lane_keys(c, lane, x->lo) / RA__LEAF;
 }
 
 /* Sets next to the keys that come after these: of the portion, or of the next one, if this thread
@@ -23694,15 +23729,15 @@ static void ra__leaf_next(const ra_cache *c, const ra__cache_desk *y, int32_t la
                           uintptr_t next[2]) {
     const ra__cache_portion *x = &y->x;
     int64_t word, left, last = ra__lane_keys(c, lane, x->hi);
-    if (x->lane >= 0) last = ra__min(last, (x->span + 1) * RA__SPAN * RA__LEAF);
+    if (x->partial) last = ra__min(last, (x->span + 1) * RA__SPAN * RA__LEAF);
     if (end < last) {
         ra__lane_address(c, x->b, lane, end, x->head, next);
-    } else if (x->lane < 0 && lane + 1 < c->keys.last) {
+    } else if (!x->partial && lane + 1 < c->keys.last) {
         ra__lane_address(c, x->b, lane + 1, ra__first_leaf(c, x, lane + 1) * RA__LEAF, x->head,
                          next);
     } else if ((left = ra__portions_left(c, &word)) != 0) {
         const ra__cache_portion after = ra__portion_new(c, c->portions - left);
-        lane = after.lane >= 0 ? after.lane : c->keys.first;
+        lane = after.partial ? after.lane : c->keys.first;
         if (after.decode)
             ra__lane_address(c, after.b, lane, ra__first_leaf(c, &after, lane) * RA__LEAF,
                              after.head, next);
@@ -24031,11 +24066,11 @@ static ra_status ra__portion_write(const ra_cache *c, const ra__cache_desk *y) {
 static ra_status ra__cache_compute(ra_cache *c, ra__cache_desk *y) {
     ra__cache_portion *x = &y->x;
     int64_t left = RA__STEP_WORK;
-    if (x->lane >= 0) {
+    if (x->partial) {
         float *slot = ra__span_slot(c, x->b, x->lane - c->keys.first, x->span);
         ra_status s = ra__span_some(c, y, x->lane, x->span, ra__partial_packed(c, x, slot), &left);
         if (s || ra__add_i64(&c->slot_done[x->b], 1) + 1 < ra__sequence_portions(c, x->b)) return s;
-        x->lane = -1;                  /* the last span: merges all of them */
+        x->partial = 0;                /* the last span: merges all of them */
     }
     const ra_status s = ra__trees_some(c, y, &left);
     return s || c->ranks > 1 ? s : ra__portion_write(c, y);
