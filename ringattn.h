@@ -1382,7 +1382,8 @@ struct ra_transport {
      * ops of that peer instead: then the failure names it. While a thread that may call the
      * transport is in ra_step the next poll comes within 0.5 ms, even while chunks are computed,
      * packed and checked: after 0.2 ms and one more call of a kernel (a tile or two, with AMX up to
-     * 8), an engine, refetch or another callback; in ra_infer_step after 0.2 ms and a step. */
+     * 8), an engine, refetch or another callback. So it does in ra_infer_step, where a call takes
+     * up to 1024 keys of all heads in decoding, and messages are packed without a poll. */
     int (*poll)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* The callbacks from here on are optional. wait: as poll, but may block until one of ops leaves
@@ -23689,6 +23690,7 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
         y->x.at.walks = 1;
     }
     y->a.walk.x.left = work;
+    y->a.walk.x.between = ra__slot_between(&y->slot);
     const int done = ra__local_some(&y->a.c, &y->a.walk);
     *left -= ra__ceil_div((work - y->a.walk.x.left) * tile, RA__TILE_WORK);
     if (!done) return RA_AGAIN;
@@ -23768,6 +23770,7 @@ static ra_status ra__leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
         if (s) return s;
         *left -= heads * price;
         x->at.head += (int32_t)heads;
+        if (y->slot.polls) ra__slot_pause(&y->slot);
     }
     x->at.head = 0;
     return RA_OK;

@@ -80,6 +80,19 @@ static ra_status generate(ra_cache *c, result *r, int rank, ra_tensors *t, float
     return s ? s : layer(c, r, rank, t, rows, at + 2, 2);            /* of which 2 were accepted */
 }
 
+/* Says on stderr why a call failed or was refused, and what this rank did last. */
+static void tell(const ra_cache *c, int rank, ra_status s) {
+    const ra_error *why = ra_cache_error(c);
+    char line[RA_TEXT_BYTES];
+    ra_event last[8];
+    ra_failure f;
+    const int n = ra_cache_events(c, last, 8);
+    if (!ra_cache_failure(c, &f)) fprintf(stderr, "%s\n", f.text);
+    else fprintf(stderr, "rank %d: %s: %s: %s\n", rank, ra_status_text(s), why->field, why->text);
+    for (int i = 0; i < n; i++)
+        fprintf(stderr, "  %s\n", ra_event_text(&last[i], last[0].begin_ns, line));
+}
+
 static ra_status on_rank(ra_world *world, int rank, void *user) {
     result *r = (result *)user;
     ra_desc d = ra_desc_make(HEADS, KV_HEADS, DIM, RA_F32, RA_MASK_CAUSAL);
@@ -104,7 +117,7 @@ static ra_status on_rank(ra_world *world, int rank, void *user) {
     t.k.data = k;
     t.v.data = v;
     s = k && v && rows[0] && rows[1] ? generate(c, r, rank, &t, rows) : RA_E_NOMEM;
-    if (s) fprintf(stderr, "rank %d: %s: %s\n", rank, ra_status_text(s), ra_cache_error(c)->text);
+    if (s) tell(c, rank, s);
     free(k);
     free(v);
     free(rows[0]);

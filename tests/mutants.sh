@@ -54,6 +54,8 @@ try() {
         faults) timeout 60 "$work/cache" refused_ranges --first &&
             timeout 60 "$work/cache" checksums --first &&
             timeout 60 "$work/cache" watchdogs --first ;;
+        steady) timeout 60 "$work/cache" steps_poll --first &&
+            timeout 60 "$work/cache" events --first ;;
         forward) timeout 90 "$work/forward" modified_decode --first ;;
         fp) timeout 90 "$work/fp" --first ;;
         cells) timeout 90 "$work/forward" attention_at --first ;;
@@ -119,7 +121,7 @@ fi
 
 # Arguments for xargs: number, name and tests of each mistake; 0 is the header as it is.
 right="sim resume failure agree ends rows schedule world cache forward cells silence differences"
-right="$right caches apart lanes pages faults fp numbers $scores $batches $near"
+right="$right caches apart lanes pages faults steady fp numbers $scores $batches $near"
 left=                                  # names of those left out, each with a space
 [ "$batches" ] || left='batches '
 [ "$near" ] || left="${left}near "

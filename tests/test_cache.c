@@ -1904,6 +1904,121 @@ TEST(failed_sendrecv_names_its_rank) {
     CHECK_EQ(ra_cache_destroy(c), RA_OK);
 }
 
+/* A step of a long portion polls the transport while it computes, in either form. */
+static int polls;
+static int counted_poll(void *ctx, ra_transport_op *const *ops, int n) {
+    polls++;
+    return silent_poll(ctx, ops, n);
+}
+
+TEST(steps_poll) {
+    enum { ROWS = 4096, TOKENS = 512 };
+    for (int decodes = 0; decodes < 2; decodes++) {
+        script s = script_new(16, 8, 128, RA_F32, ROWS * 2);
+        const int64_t fresh = decodes ? 1 : TOKENS, cached = ROWS * 2 - fresh;
+        float *room = (float *)need(ROWS * 8 * 128 * sizeof *room);
+        float *q = (float *)need(2 * TOKENS * 16 * 128 * sizeof *q);
+        ra_transport net = { 0 };
+        ra_cache *c = NULL;
+        ra_tensors t = { 0 };
+        int most = 0, steps = 0;
+        ra_status end;
+        h_context("decodes %d", decodes);
+        memset(room, 0, ROWS * 8 * 128 * sizeof *room);
+        memset(q, 0, TOKENS * 16 * 128 * sizeof *q);
+        net.size = sizeof net;
+        net.abi = RA_TRANSPORT_ABI;
+        net.post = silent_post;
+        net.poll = counted_poll;
+        net.abort = silent_abort;
+        net.quiesce = silent_quiesce;
+        net.caps = RA_CAP_ANY_PEER;
+        s.d.tokens = TOKENS;
+        s.d.ranks = 2;
+        s.cd.queries = RA_QUERIES_ALL;
+        s.cd.travel = RA_INFER_PASS_Q;
+        t.q.data = q; t.o.data = q + TOKENS * 16 * 128; t.k.data = t.v.data = room;
+        CHECK_EQ(ra_cache_create(&c, &s.d, &net, &s.cd), RA_OK);
+        CHECK_EQ(ra_infer_begin(c, &t, &cached, &fresh, 0), RA_OK);
+        do {
+            polls = 0;
+            end = ra_infer_step(c, 0);
+            if (polls > most) most = polls;
+        } while (end == RA_AGAIN && ++steps < 100000);
+        CHECK_EQ(end, RA_WAIT);        /* for the other rank */
+        CHECK(most > 1);
+        CHECK_EQ(ra_cache_destroy(c), RA_OK);
+        free(room);
+        free(q);
+    }
+}
+
+/* The events of a call tell its beginning, its end and every message, and no failure is told. */
+typedef struct eventful {
+    int32_t queries, travel;
+    int count[3];
+    ra_status end[3], failure[3];
+    ra_infer_report report[3];
+    ra_event event[3][RA_EVENTS];
+} eventful;
+
+static ra_status eventful_rank(ra_world *world, int rank, void *user) {
+    eventful *x = (eventful *)user;
+    script s = script_new(4, 2, 32, RA_F32, 200);
+    const int64_t cached = 40, fresh = 60;
+    float *room = (float *)need(200 * 2 * 32 * 4), *q = (float *)need(200 * 4 * 32 * 8);
+    ra_failure why;
+    ra_cache *c = NULL;
+    ra_tensors t = { 0 };
+    memset(room, 0, 200 * 2 * 32 * 4);
+    memset(q, 0, 200 * 4 * 32 * 4);
+    t.q.data = q; t.o.data = q + 200 * 4 * 32; t.k.data = t.v.data = room;
+    s.d.ranks = 3;
+    s.d.rank = rank;
+    s.cd.queries = x->queries;
+    s.cd.travel = x->travel;
+    CHECK_EQ(ra_cache_create(&c, &s.d, ra_world_transport(world, rank), &s.cd), RA_OK);
+    CHECK_EQ(ra_cache_events(c, x->event[rank], RA_EVENTS), 0);
+    CHECK_EQ(ra_infer_query(c, &cached, &fresh, &x->report[rank]), RA_OK);
+    x->end[rank] = ra_infer(c, &t, &cached, &fresh, ra_deadline_ms(20000));
+    x->count[rank] = ra_cache_events(c, x->event[rank], RA_EVENTS);
+    x->failure[rank] = ra_cache_failure(c, &why);
+    ra_world_leave(world, rank, x->end[rank]);
+    CHECK_EQ(ra_cache_destroy(c), RA_OK);
+    free(room);
+    free(q);
+    return RA_OK;
+}
+
+TEST(events) {
+    static eventful x;
+    for (int i = 0; i < 4; i++) {
+        memset(&x, 0, sizeof x);
+        x.queries = i ? RA_QUERIES_OWN : RA_QUERIES_ALL;
+        x.travel = i ? RA_INFER_PASS_Q + i - 1 : RA_INFER_PASS_Q;
+        h_context("travel %d, queries %d", x.travel, x.queries);
+        CHECK_EQ(ra_world_run(3, eventful_rank, &x, NULL), RA_OK);
+        for (int r = 0; r < 3; r++) {
+            const ra_infer_report *n = &x.report[r];
+            int64_t seen[RA_EV_ABORT + 1] = { 0 }, bytes[RA_EV_ABORT + 1] = { 0 };
+            for (int k = 0; k < x.count[r]; k++) {
+                const ra_event *e = &x.event[r][k];
+                seen[e->kind]++;
+                bytes[e->kind] += e->bytes;
+                CHECK(e->pass == 1 && e->rank == r && e->chunk == -1 && e->peer != r);
+                CHECK(e->begin_ns <= e->end_ns && (e->peer >= 0) == (e->bytes > 0));
+            }
+            CHECK_EQ(x.end[r], RA_OK);
+            CHECK_EQ(x.failure[r], RA_E_STATE);
+            CHECK(seen[RA_EV_BEGIN] == 1 && seen[RA_EV_PASS] == 1 && !seen[RA_EV_FAIL]);
+            CHECK(seen[RA_EV_SEND] == n->messages_out && bytes[RA_EV_SEND] == n->bytes_out);
+            CHECK(seen[RA_EV_RECV] == n->messages_in && bytes[RA_EV_RECV] == n->bytes_in);
+            CHECK_EQ(seen[RA_EV_POST_SEND], n->messages_out);
+            CHECK_EQ(seen[RA_EV_POST_RECV], n->messages_in);
+        }
+    }
+}
+
 TEST(refused_page_tokens) {
     script s = script_new(4, 2, 32, RA_F32, 300);
     ra_desc d = s.d;
@@ -2447,7 +2562,7 @@ static const h_test tests[] = {
     ENTRY(chosen_bits), ENTRY(chosen_merges),
     ENTRY(refusals), ENTRY(refused_ranges),
     ENTRY(longest_messages), ENTRY(checksums), ENTRY(watchdogs),
-    ENTRY(failed_sendrecv_names_its_rank),
+    ENTRY(failed_sendrecv_names_its_rank), ENTRY(steps_poll), ENTRY(events),
     ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(new_tokens_in_pages),
     ENTRY(unseen_pages),
     ENTRY(windows_at_the_end_of_tables),
