@@ -1,5 +1,5 @@
-"""Pictures of ratios, for peers.py and plugin.py: one line a row, one dot a library or setting, on a
-scale of powers of two. And which machine this is."""
+"""Pictures of ratios, for peers.py and plugin.py: one line a row, one dot a library or setting, on
+a scale of powers of two. And which machine this is."""
 import math
 import os
 import platform
