@@ -44,7 +44,7 @@ static const char usage[] =
     "  --ranks P         ranks that split the cache (1)\n"
     "  --lanes L         parts of the cache, at least as many as ranks (16): the text is the same\n"
     "                    for every number of ranks with the same lanes\n"
-    "  --threads T       threads of all ranks together, of this process's with --at and mpirun (as\n"
+    "  --threads T       threads of all ranks together, of this process with --at and mpirun (as\n"
     "                    many as it has processors)\n"
     "  --cache TYPE      of the cache: f32, f16, bf16 or q8_0 (f16)\n"
     "  --context N       positions of the cache (as many as are needed)\n"
@@ -251,7 +251,7 @@ static int arguments(program *p, int argc, char **argv) {
     if (!ranks_agree(p)) return 0;
     if (p->o.losses) p->o.predict = 0;
     if (p->o.losses && (p->o.turns || p->o.load))
-        return refuse("--perplexity", "of one prompt, computed here: without --interactive, --load");
+        return refuse("--perplexity", "of one prompt, computed here: no --interactive or --load");
     if ((p->at || p->shm || p->mpi) && (p->logits || p->o.losses))
         return refuse(p->logits ? "--logits" : "--perplexity",
                       "no process has the logits of all positions");
