@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 /* -------------------------------------------------------------------------- a disk that fails */
-enum { NO_FAULT, KILLED, DISK_FULL };
+enum { NO_FAULT, KILLED, DISK_FULL, FULL_ONCE };
 
 static struct {
     int kind;
@@ -29,13 +29,13 @@ static int faulty(void) {
     pthread_mutex_lock(&fault.lock);
     const int64_t call = fault.calls++;
     pthread_mutex_unlock(&fault.lock);
-    return fault.kind == KILLED ? call == fault.at : fault.kind == DISK_FULL && call >= fault.at;
+    return fault.kind == DISK_FULL ? call >= fault.at : fault.kind && call == fault.at;
 }
 
 /* Half of what is written arrives. */
 static ssize_t fault_write(int fd, const void *data, size_t n, off_t at) {
     if (!faulty()) return pwrite(fd, data, n, at);
-    if (fault.kind == KILLED || fault.calls == fault.at + 1) {
+    if (fault.kind == KILLED || (fault.kind == DISK_FULL && fault.calls == fault.at + 1)) {
         const ssize_t half = pwrite(fd, data, n / 2, at);
         if (fault.kind != KILLED) return half;
         _exit(half >= 0 ? 9 : 8);
@@ -443,6 +443,35 @@ static void tear(int kind) {
 TEST(killed_at_every_write) { tear(KILLED); }
 TEST(full_at_every_write) { tear(DISK_FULL); }
 
+/* A disk that is full for a moment: the next save of the same run writes what is missing. */
+TEST(room_comes_back) {
+    int32_t prompt[PROMPT];
+    checkpoint x;
+    prompt_of(prompt, PROMPT);
+    new_folder();
+    open_model(&x, &plain_shape);
+    for (int i = 0; i < 6; i++) {
+        how h = { 0 };
+        if (!h_case(i)) continue;
+        remove_files(file);
+        h.save = file;
+        h.ranks = 1 + i % 2;
+        fault.kind = FULL_ONCE;
+        fault.at = i;
+        fault.calls = 0;
+        outcome full = run(&x.m, &h, prompt, PROMPT);
+        fault.kind = NO_FAULT;
+        CHECK(fault.calls > 2 * i && full.notes == 1);
+        CHECK_EQ(full.r.saved, PROMPT + MORE - 1);
+        h.load = file;
+        outcome next = run(&x.m, &h, prompt, PROMPT);
+        CHECK_EQ(next.r.loaded, PROMPT - INFER_SHORT - 1);
+        done(&full), done(&next);
+    }
+    close_model(&x);
+    remove_folder();
+}
+
 /* Files that a test damages, and what they were. */
 typedef struct files { uint8_t *data[LANES + 1]; size_t size[LANES + 1]; } files;
 
@@ -776,7 +805,8 @@ TEST(machines_apart) {
 int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(any_ranks), ENTRY(turns_append), ENTRY(bytes_of_the_files), ENTRY(sums),
-        ENTRY(killed_at_every_write), ENTRY(full_at_every_write), ENTRY(flipped_bits),
+        ENTRY(killed_at_every_write), ENTRY(full_at_every_write), ENTRY(room_comes_back),
+        ENTRY(flipped_bits),
         ENTRY(every_length), ENTRY(other_tokens), ENTRY(other_runs), ENTRY(cannot_save),
         ENTRY(halts), ENTRY(machines_apart) };
     return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
