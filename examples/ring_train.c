@@ -44,6 +44,7 @@ static const char train_usage[] =
     "  --tokens N        of a step, in sequences one after the other (8192)\n"
     "  --layers 5 --hidden 192 --heads 3 --kv-heads 1 --feed 480    the model\n"
     "  --untied          the output has a matrix of its own\n"
+    "  --documents       documents (files) of a sequence do not see each other\n"
     "  --recompute       attention is computed again by the pass backward, not kept\n"
     "  --rate X, --warm-up N, --decay X, --clip X, --seed N    (0.002, 50, 0.1, 1, 1)\n"
     "  --cool N          the rate stays until it falls over the last N steps (0: a cosine)\n"
@@ -65,7 +66,8 @@ typedef struct train {                 /* a run, as this process sees it */
     net_shape shape;
     optimiser o;
     curriculum stage[TRAIN_STAGES];
-    int64_t stages, tokens, steps, save, seed, ranks, D, R, groups, layout, recompute;
+    int64_t stages, tokens, steps, save, seed, ranks, D, R, groups, layout, recompute,
+            documents;
     int32_t type;
     const char *path, *out, *held_path, *eval, *export, *at;
     int kind, resume, eval_only, quiet, survive;       /* kind: RANKS_* */
@@ -186,6 +188,7 @@ static uint64_t train_configuration(const train *t, int64_t step) {
     h = train_hash(h, rates, sizeof rates);
     for (int64_t i = 0; i < t->stages && (i == 0 || t->stage[i].step < step); i++)
         h = train_hash(h, &t->stage[i], sizeof t->stage[i]);
+    if (t->documents) h = train_hash(h, &t->documents, sizeof t->documents);
     return t->groups > 1 ? train_hash(h, &t->groups, sizeof t->groups) : h;
 }
 
@@ -285,7 +288,11 @@ static ra_status train_sit(worker *w, int64_t context) {
     d.error = &error;
     s->n = &w->n;
     s->kept = w->t->recompute ? 1 : w->n.s.layers;
-    const ra_status status = seat_open(s, w->m.ring, &d, context);
+    ra_status status = seat_open(s, w->m.ring, &d, context);
+    if (!status && w->t->documents) {
+        s->doc_first = (int64_t *)malloc((size_t)context * sizeof *s->doc_first);
+        if (!s->doc_first) status = RA_E_NOMEM;
+    }
     if (w->m.rank == 0)
         w->t->rank_bytes = s->bytes + ((size_t)w->n.size * (size_t)(2 + TRAIN_LANES / w->m.R +
                            mesh_leaves(&w->m)) + (size_t)w->n.owned * 3) * sizeof(float);
@@ -709,6 +716,7 @@ static int train_flag(train *t, const char *name) {
     if (!strcmp(name, "--resume")) t->resume = 1;
     else if (!strcmp(name, "--untied")) t->shape.tied = 0;
     else if (!strcmp(name, "--recompute")) t->recompute = 1;
+    else if (!strcmp(name, "--documents")) t->documents = 1;
     else if (!strcmp(name, "--quiet")) t->quiet = 1;
     else if (!strcmp(name, "--shm")) t->kind = RANKS_SHM;
     else if (!strcmp(name, "--survive")) t->survive = 1;
@@ -717,7 +725,6 @@ static int train_flag(train *t, const char *name) {
 }
 
 static int train_option(train *t, const char *name, const char *s, char *why) {
-    static const char *const absent[] = { "--bf16", "--documents" };
     const struct { const char *name, **to; } texts[] = {
         { "--out", &t->out }, { "--held", &t->held_path }, { "--eval", &t->eval },
         { "--export", &t->export }, { "--without", &t->text.without }, { "--at", &t->at } };
@@ -732,9 +739,7 @@ static int train_option(train *t, const char *name, const char *s, char *why) {
         { "--rate", &t->o.rate, 1 }, { "--warm-up", &t->o.warm_up, 1e8 },
         { "--cool", &t->o.cool, 1e8 },
         { "--decay", &t->o.decay, 10 }, { "--clip", &t->o.clip, 1e30 } };
-    for (size_t i = 0; i < sizeof absent / sizeof *absent; i++)
-        if (!strcmp(name, absent[i]))
-            return train_refuse(why, "%s: arithmetic is f32 and a text is one document", name);
+    if (!strcmp(name, "--bf16")) return train_refuse(why, "--bf16: arithmetic is f32");
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         if (strcmp(name, texts[i].name)) continue;
         *texts[i].to = s;

@@ -6,11 +6,11 @@
 #
 #   check_full.sh [STEP...]            only these steps, which install nothing:
 #       lint matrix clang scalar asan tsan aarch64 windows ofast conformance tcp shm user survives
-#       ofi nccl mpi netns openmp lasting infer ggml demo sim mutants spin resume schedule
+#       ofi nccl mpi netns openmp lasting infer train ggml demo sim mutants spin resume schedule
 
 cd "$(dirname "$0")/.." || exit 1
 steps='lint matrix clang scalar asan tsan aarch64 windows ofast conformance tcp shm user survives
-    ofi nccl mpi netns openmp lasting infer ggml demo sim mutants spin resume schedule'
+    ofi nccl mpi netns openmp lasting infer train ggml demo sim mutants spin resume schedule'
 LIMIT=2400
 work=build/full
 
@@ -405,6 +405,28 @@ run_openmp() {
     step -x openmp "$work/engine_threads"
 }
 
+# One and twenty steps of the trainer beside PyTorch, and its ranks under mpirun beside threads.
+run_train() {
+    [ -d "$work/python" ] || libraries
+    step -x train-build make werror=1 CC=gcc build/release/tests/train/steps \
+        build/release/examples/ring_train
+    if [ ! -f "$work/python.ready" ]; then
+        skip train "no PyTorch from PyPI: $(tail -n 1 "$work/python.log")"
+    else
+        step train timeout 900 "$work/python/bin/python" tests/train/check.py \
+            build/release/tests/train/steps
+    fi
+    for m in openmpi mpich; do
+        mkdir -p build/$m/tests && cp $implementation build/$m/tests
+        step -x train-$m-build make werror=1 B=build/$m CC=mpicc.$m CFLAGS=-DRING_TRAIN_MPI \
+            build/$m/examples/ring_train
+        run="mpirun.$m"
+        [ $m = mpich ] || run="$run --allow-run-as-root --oversubscribe"
+        step -x train-$m sh tests/train/mpi.sh build/release/examples/ring_train "$work/train-$m" \
+            "$run -n 4 build/$m/examples/ring_train"
+    done
+}
+
 run_demo() {
     step -x demo make demo TOKENS=2048
 }
@@ -452,6 +474,7 @@ all() {
     run_lasting
     wait "$fetching"                   # it says in a file whether it has all
     run_infer
+    run_train
     run_ggml
     run_demo
 }

@@ -1,10 +1,13 @@
 /* examples/ring_train: the loss and every gradient compared with a plain pass in double precision,
  * and with passes that have the mistakes of such trainers planted; equal bits on 1 to 16 ranks;
  * checkpoints that are damaged, foreign, or whose writing was killed; the exported model. */
+#define _DEFAULT_SOURCE 1
+#define _POSIX_C_SOURCE 200809L
+#define RINGATTN_IMPLEMENTATION
 #define RING_TRAIN_NO_MAIN
+#include "examples/infer/engine.h"
 #include "examples/ring_train.c"
 #include "harness.h"
-#include "examples/infer/model.h"
 #include "examples/infer/tokenizer.h"
 #include "examples/train/documents.h"
 

@@ -147,6 +147,8 @@ typedef struct seat {
     const train_math *math;
     ra_plan *plan;
     ra_ring *ring;
+    ra_desc desc;                      /* of plan */
+    int64_t *doc_first;                /* [context], or null: documents of a sequence see another */
     int64_t rows, context, kept;       /* kept: of how many layers o and lse are kept */
     ra_run part[2];                    /* positions of the rows */
     int32_t parts;
@@ -173,6 +175,8 @@ static inline void seat_close(seat *s) {
     ra_ring_destroy(s->ring);
     ra_plan_destroy(s->plan);
     free(s->memory);
+    free(s->doc_first);
+    s->doc_first = NULL;
     s->ring = NULL;
     s->plan = NULL;
     s->memory = NULL;
@@ -248,8 +252,11 @@ static inline ra_status seat_open(seat *s, const ra_transport *wire, const ra_de
     s->math = train_math_here();
     status = ra_plan_create(&s->plan, &d, NULL);
     if (!status) status = ra_plan_query(s->plan, d.rank, &report);
+    rd.workspace_bytes = (size_t)report.workspace_bytes + 64 * (size_t)context;
     if (!status) status = ra_ring_create(&s->ring, s->plan, wire, &rd);
     s->rows = report.q_rows;
+    s->desc = d;
+    s->desc.error = NULL;
     if (!status) s->parts = ra_plan_q_runs(s->plan, d.rank, 0, s->part, 2);
     if (!status && !seat_allocate(s)) status = RA_E_NOMEM;
     if (status) seat_close(s);
@@ -483,11 +490,25 @@ static inline void seat_loss(seat *s, const sequence *q) {
     }
 }
 
+/* The plan of a sequence whose documents see only themselves. Each begins with a byte 0. */
+static inline ra_status seat_plan(seat *s, const sequence *q) {
+    ra_desc d = s->desc;
+    ra_plan *plan = NULL;
+    d.mask.doc_first = s->doc_first;
+    for (int64_t i = 0; i < s->context; i++)
+        if (i == 0 || !q->text[i]) s->doc_first[d.mask.doc_count++] = i;
+    const ra_status status = ra_plan_create(&plan, &d, NULL);
+    if (status) return status;
+    ra_plan_destroy(s->plan);
+    s->plan = plan;
+    return RA_OK;
+}
+
 /* One sequence forward and, unless its scale is 0, backward. Collective. */
 static inline ra_status seat_pass(seat *s, const sequence *q) {
     const int64_t layers = s->n->s.layers;
     float *d = s->x + layers * s->rows * s->n->s.hidden;
-    ra_status status = RA_OK;
+    ra_status status = s->doc_first ? seat_plan(s, q) : RA_OK;
     seat_embed(s, q);
     for (int64_t l = 0; l < layers && !status; l++) status = seat_forward(s, q, l);
     if (!status) seat_loss(s, q);
