@@ -295,7 +295,8 @@ static int64_t trace_now(int ith) { return trace.on && ith == 0 ? ra_now_ns() : 
 /* Types that rows may have: elements of a block, its bytes and its alignment. */
 static const struct kind { enum ggml_type type; int32_t dtype, block, bytes, unit; } kinds[] = {
     { GGML_TYPE_F32, RA_F32, 1, 4, 4 }, { GGML_TYPE_F16, RA_F16, 1, 2, 2 },
-    { GGML_TYPE_BF16, RA_BF16, 1, 2, 2 }, { GGML_TYPE_Q8_0, RA_Q8_0, 32, 34, 2 } };
+    { GGML_TYPE_BF16, RA_BF16, 1, 2, 2 }, { GGML_TYPE_Q8_0, RA_Q8_0, 32, 34, 2 },
+    { GGML_TYPE_Q4_0, RA_Q4_0, 32, 18, 2 } };
 
 static const struct kind *kind_of(enum ggml_type type) {
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
@@ -305,7 +306,7 @@ static const struct kind *kind_of(enum ggml_type type) {
 
 static const char *unfit_rows(const struct ggml_tensor *x) {
     const struct kind *kind = kind_of(x->type);
-    if (!kind) return "a type other than f32, f16, bf16 and q8_0";
+    if (!kind) return "a type other than f32, f16, bf16, q8_0 and q4_0";
     const size_t unit = (size_t)kind->unit;
     const size_t row = (size_t)(x->ne[0] / kind->block * kind->bytes);
     if (x->nb[0] != (size_t)kind->bytes) return "elements of a row apart from each other";

@@ -113,7 +113,7 @@ class Engine:
         p = self.lib.llama_context_default_params()
         p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = n, n, ubatch, sequences
         p.n_threads = p.n_threads_batch = threads
-        p.type_k = p.type_v = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}[cache]
+        p.type_k = p.type_v = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}[cache]
         p.flash_attn_type, p.kv_unified, p.embeddings = flash, unified, embeddings
         if embeddings:
             p.attention_type, p.pooling_type = 1, 1    # every token sees all others; their mean

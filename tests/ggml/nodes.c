@@ -207,7 +207,7 @@ static double run(ggml_backend_t b, const node *n, uint64_t *hash) {
 int nodes_run(const char *device, int threads, double most);
 int nodes_run(const char *device, int threads, double most) {
     static const enum ggml_type types[] = { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16,
-                                            GGML_TYPE_Q8_0 };
+                                            GGML_TYPE_Q8_0, GGML_TYPE_Q4_0 };
     static const int shapes[][5] = {   /* k_dim, v_dim, heads, kv_heads, mla */
         { 64, 64, 8, 2, 0 }, { 128, 128, 6, 3, 0 }, { 96, 32, 5, 5, 0 }, { 576, 512, 4, 1, 1 } };
     ggml_backend_t b = ggml_backend_init_by_name(device, NULL);
@@ -228,7 +228,7 @@ int nodes_run(const char *device, int threads, double most) {
         const node n = { types[i % TYPES], shape[0], shape[1], shape[2], shape[3],
                          way == 0 ? 1 : way == 1 ? 3 : way == 2 ? 37 : 70, 96 + 32 * way,
                          mask == STREAMS ? 3 : 1, mask, (i + way) % 3 == 0, shape[4],
-                         (i + way) % 5 == 0 && !shape[4] ? 20.0f : 0 };
+                         (i + way) % 7 == 0 && !shape[4] ? 20.0f : 0 };
         if (shape[4] && way == 3) continue;
         const double error = run(b, &n, &hash);
         if (!(error <= worst)) worst = error;
