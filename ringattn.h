@@ -226,14 +226,14 @@
  *            chains: both minima become Dk and keys. The backward pass also rounds dO and the score
  *            gradients. With RA_ARITH_BF16 q, k and v of other dtypes are rounded too, which adds
  *            (0.008 S + 0.004) max |V|.
- *            With integer arithmetic (k and v are q8_0, see RA_ISA_*) q is off by at most 2^-16 of
- *            its row's largest magnitude. A weight times the scale of a block of V is off by 2^-16
- *            of the largest of 16 keys when decoding. In prefill it is off by 2^-16 of the largest
- *            weight times the largest scale of 64 keys. This adds at most
+ *            With integer arithmetic (k and v are q8_0 or q4_0, see RA_ISA_*) q is off by at most
+ *            2^-16 of its row's largest magnitude. A weight times the scale of a block of V is off
+ *            by 2^-16 of the largest of 16 keys when decoding. In prefill it is off by 2^-16 of the
+ *            largest weight times the largest scale of 64 keys. This adds at most
  *                2^-16 (Q + min(keys, 64)) max |V|
  *              Q        the scale times max |q| times the largest sum of |k| over Dk
- *              max |V|  128 times the largest scale of V
- *            (q8_0 is itself off by 1/254 of a block's largest.)
+ *              max |V|  128 times the largest scale of V, in q4_0 8 times
+ *            (q8_0 is itself off by 1/254 of a block's largest, q4_0 by 1/8.)
  *   Bits     What the bits of a result depend on, besides the inputs:
  *
  *                                                   threads, timing,    ranks   chunks
@@ -256,7 +256,7 @@
  *                       scalar  AVX2  AVX-512  NEON
  *   f32                   +      +      +      +
  *   f16, bf16 storage,    +      +      +      +   widened block by block, arithmetic in f32
- *     q8_0 for K and V
+ *     q8_0, q4_0 for K and V
  *   every mask            +      +      +      +
  *   softcap, ALiBi,       +      +      +      +
  *     bias, sinks
@@ -266,8 +266,8 @@
  *   bf16 arithmetic       -      -      +      -   where q, k and v are bf16, or on request (see
  *                                                  ra_desc.arith), by AVX512_BF16 or AMX; not under
  *                                                  dropout
- *   integer arithmetic    -      -      +      -   where k and v are q8_0, by AVX512_BF16 or AMX;
- *                                                  processors with VNNI and VBMI
+ *   integer arithmetic    -      -      +      -   where k and v are q8_0 or q4_0, by
+ *                                                  AVX512_BF16 or AMX, with VNNI and VBMI
  *
  * SPDX-License-Identifier: MIT OR Unlicense (both texts at the end)
  */
@@ -385,10 +385,10 @@ typedef struct ra_allocator {          /* all zero: malloc and free; otherwise s
 
 /* -------------------------------------------------------------------------- constants
  * Stored in int32_t fields. */
-enum { RA_DTYPE_UNSET, RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
+enum { RA_DTYPE_UNSET, RA_F32, RA_F16, RA_BF16, RA_Q8_0, RA_Q4_0 };
 /* Instruction sets. AUTO is the fastest that this processor has. AVX512_BF16 and AMX multiply bf16
  * if q, k and v are all bf16, or if RA_ARITH_BF16 is set (not with dropout; AMX not in the decoding
- * form). If k and v are q8_0 both multiply integers, provided that the processor has
+ * form). If k and v are q8_0 or q4_0 both multiply integers, provided that the processor has
  * AVX512 VNNI and VBMI. In all other cases they compute in f32, as AVX512 always does. */
 enum { RA_ISA_AUTO, RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16, RA_ISA_AMX,
        RA_ISA_NEON };
@@ -564,8 +564,8 @@ typedef struct ra_desc {
                                         * h reads KV head h / (Hq / Hkv). MHA, GQA, MQA */
     int32_t k_dim, v_dim;              /* required; Dk of Q and K, Dv of V and O, 1..1024 */
     int32_t q_dtype, k_dtype, v_dtype, o_dtype; /* required; RA_F32, RA_F16, RA_BF16 in any mix; K
-                                        * and V may be RA_Q8_0 (see ra_convert), without
-                                        * gradients */
+                                        * and V may be RA_Q8_0 or RA_Q4_0 (see ra_convert),
+                                        * without gradients */
     int32_t v_in_k, v_column;          /* 1: V is columns [v_column, v_column + Dv) of K's rows
                                         * (MLA): t.v stays {0}, v_dtype = k_dtype or 0, and only K
                                         * travels */
@@ -748,10 +748,15 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
                            int32_t dim);
 
 /* Converts n elements of one dtype to another, rounding to nearest; copies if both are the same.
- * RA_Q8_0 is ggml's: blocks of 34 bytes, a scale in f16 and 32 int8, element = scale * int8. A row
- * of dim elements is dim / 32 blocks, so n, k_dim, v_dim and v_column must be multiples of 32;
- * alignment 2. Converting to it sets scale = max |x| / 127. NaN becomes 0, and magnitudes are
- * limited to 127 * 65504. A refusal is a status alone; RA_E_SHAPE: n is not such a multiple. */
+ * RA_Q8_0 and RA_Q4_0 are ggml's: blocks of 32 elements, alignment 2. A row of dim elements is
+ * dim / 32 blocks, so n, k_dim, v_dim and v_column must be multiples of 32.
+ *   RA_Q8_0: 34 bytes, a scale in f16 and 32 int8; element = scale * int8. Converting to it sets
+ *     scale = max |x| / 127.
+ *   RA_Q4_0: 18 bytes, a scale in f16 and 16 bytes; element i = scale * (n - 8), where n is the low
+ *     half of byte i and for i >= 16 the high half of byte i - 16. Converting to it sets scale =
+ *     x / -8, where x is the first element with the largest magnitude.
+ * NaN becomes 0, and magnitudes are limited to 127 or 8 times 65504. A refusal is a status alone;
+ * RA_E_SHAPE: n is not a multiple of 32. */
 RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
                                   int64_t n);
 
@@ -1538,7 +1543,7 @@ typedef struct ra_engine {
  *   SCALAR       its operations in plain C
  *   AVX2         its operations on 8 floats
  *   AVX512       its operations on 16 floats
- *   AVX512 BF16  a separate body for bf16, by dot products of two bf16, and for q8_0 by integers
+ *   AVX512 BF16  a separate body for bf16, by dot products of two bf16; q8_0 and q4_0 by integers
  *   AMX          the same for bf16 by tile registers
  *   NEON         its operations on 4 floats
  *   DISPATCH     which instruction sets this processor has
@@ -2104,7 +2109,7 @@ static void ra__put(ra__text *x, const char *s) {
 /* Each kind of constants: its prefix, and the names of 0, 1, ... */
 enum { RA__MOST_NAMES = 9 };
 static const char *const ra__names[][1 + RA__MOST_NAMES] = {
-    { "RA_", "DTYPE_UNSET", "F32", "F16", "BF16", "Q8_0" },
+    { "RA_", "DTYPE_UNSET", "F32", "F16", "BF16", "Q8_0", "Q4_0" },
     { "RA_ISA_", "AUTO", "SCALAR", "AVX2", "AVX512", "AVX512_BF16", "AMX", "NEON" },
     { "RA_MASK_", "UNSET", "NONE", "CAUSAL", "INTERVALS" },
     { "RA_LAYOUT_", "UNSET", "CONTIGUOUS", "ZIGZAG", "STRIPED", "RUNS", "ARRAY" },
@@ -2381,38 +2386,51 @@ RA__INLINE uint16_t ra__f16_of_f32(float x) {
 /* Addresses and strides of a dtype are multiples of this many bytes. */
 RA__INLINE int32_t ra__element(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
 
+/* 1 if elements of dtype come in blocks of 32 with a scale. */
+RA__INLINE int ra__has_scales(int32_t dtype) { return dtype >= RA_Q8_0; }
+
+/* Bytes of such a block. */
+RA__INLINE int32_t ra__scaled_bytes(int32_t dtype) { return dtype == RA_Q8_0 ? 34 : 18; }
+
 /* Bytes of dim adjacent elements. */
 RA__INLINE int64_t ra__row_bytes(int32_t dtype, int64_t dim) {
-    return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * ra__element(dtype);
+    return ra__has_scales(dtype) ? dim / 32 * ra__scaled_bytes(dtype) : dim * ra__element(dtype);
 }
 
-/* Loads 32 elements of dtype; RA_Q8_0: one block. */
+typedef uint8_t ra__v16b __attribute__((vector_size(16)));
+
+/* The integers of a q4_0 block. Vectors that the compiler has everywhere. */
+RA__INLINE void ra__q4_0_unpack(uint8_t to[32], const uint8_t *block) {
+    ra__v16b x, half[2];
+    memcpy(&x, block + 2, sizeof x);
+    half[0] = (x & 15) - 8;
+    half[1] = (x >> 4) - 8;
+    memcpy(to, half, sizeof half);
+}
+
+/* Loads 32 elements of dtype: with scales, one block. */
 static void ra__block_load(float x[32], const uint8_t *p, int32_t dtype) {
+    uint8_t unpacked[32];
+    const uint8_t *n = dtype == RA_Q4_0 ? unpacked : p + 2;
     uint16_t h;
     if (dtype == RA_F32) memcpy(x, p, 128);
+    if (dtype == RA_Q4_0) ra__q4_0_unpack(unpacked, p);
     for (int32_t i = 0; i < 32 && dtype != RA_F32; i++) {
-        memcpy(&h, p + (dtype == RA_Q8_0 ? 0 : 2 * i), sizeof h);
+        memcpy(&h, p + (ra__has_scales(dtype) ? 0 : 2 * i), sizeof h);
         x[i] = dtype == RA_BF16 ? ra__f32_of_bf16(h) : ra__f32_of_f16(h);
-        if (dtype == RA_Q8_0) x[i] *= (float)(int8_t)p[2 + i];
+        if (ra__has_scales(dtype)) x[i] *= (float)(int8_t)n[i];
     }
 }
 
-/* Stores 32 elements. RA_Q8_0: the scale is 1/127 of the largest magnitude of the block. NaN
- * becomes 0, and magnitudes beyond 127 times the largest f16 become that. Magnitudes are compared
- * as integers, which have the same order.
+/* Stores a block of 32 elements. Its scale is 1/127 of the largest magnitude, in q4_0 -1/8 of the
+ * first element that has it. NaN becomes 0, and magnitudes beyond 127 or 8 times the largest f16
+ * become that. Magnitudes are compared as integers, which have the same order.
  * PERF: comparisons of floats are branches that are often mispredicted. Zen 5, 524288 elements to
  * q8_0: from f32 2.1 -> 1.2 ms, from f16 2.7 -> 1.8, from bf16 2.2 -> 1.3. */
-static void ra__block_store(uint8_t *p, const float x[32], int32_t dtype) {
-    const uint32_t sign = 0x80000000u, reach = ra__f32_bits(127.0f * 65504.0f);
-    uint32_t most = 0, y[32];
-    float inverse;
-    uint16_t h;
-    if (dtype == RA_F32) memcpy(p, x, 128);
-    for (int32_t i = 0; i < 32 && (dtype == RA_F16 || dtype == RA_BF16); i++) {
-        h = dtype == RA_F16 ? ra__f16_of_f32(x[i]) : ra__bf16_of_f32(x[i]);
-        memcpy(p + 2 * i, &h, sizeof h);
-    }
-    if (dtype != RA_Q8_0) return;
+static void ra__block_quantise(uint8_t *p, const float x[32], int32_t dtype) {
+    const float steps = dtype == RA_Q8_0 ? 127.0f : 8.0f;
+    const uint32_t sign = 0x80000000u, reach = ra__f32_bits(steps * 65504.0f);
+    uint32_t most = 0, turn = dtype == RA_Q4_0 ? sign : 0, y[32];
     for (int32_t i = 0; i < 32; i++) {
         uint32_t a = ra__f32_bits(x[i]) & ~sign;
         a = a > 0x7f800000u ? 0 : a;
@@ -2420,13 +2438,32 @@ static void ra__block_store(uint8_t *p, const float x[32], int32_t dtype) {
         most = a > most ? a : most;
         y[i] = a | (ra__f32_bits(x[i]) & sign);
     }
-    h = ra__f16_of_f32(ra__f32_of(most) / 127.0f);
-    memcpy(p, &h, sizeof h);
-    inverse = h ? 127.0f / ra__f32_of(most) : 0.0f;
-    for (int32_t i = 0; i < 32; i++) {
+    for (int32_t i = 31; i >= 0 && dtype == RA_Q4_0; i--)
+        turn = most && (y[i] & ~sign) == most ? ~y[i] & sign : turn;
+    const uint16_t h = ra__f16_of_f32(ra__f32_of(most) / steps);
+    const uint16_t scale = (uint16_t)(h | turn >> 16);
+    const float inverse = h ? steps / ra__f32_of(most) : 0.0f;
+    memcpy(p, &scale, sizeof scale);
+    for (int32_t i = 0; i < 32 && dtype == RA_Q8_0; i++) {
         const float half = ra__f32_of((y[i] & sign) | ra__f32_bits(0.5f));
         p[2 + i] = (uint8_t)(int8_t)(ra__f32_of(y[i]) * inverse + half);
     }
+    for (int32_t i = 0; i < 16 && dtype == RA_Q4_0; i++) {
+        const int32_t lo = (int32_t)(ra__f32_of(y[i] ^ turn) * inverse + 8.5f);
+        const int32_t hi = (int32_t)(ra__f32_of(y[16 + i] ^ turn) * inverse + 8.5f);
+        p[2 + i] = (uint8_t)((lo > 15 ? 15 : lo) | (hi > 15 ? 15 : hi) << 4);
+    }
+}
+
+/* Stores 32 elements. */
+static void ra__block_store(uint8_t *p, const float x[32], int32_t dtype) {
+    uint16_t h;
+    if (dtype == RA_F32) memcpy(p, x, 128);
+    for (int32_t i = 0; i < 32 && (dtype == RA_F16 || dtype == RA_BF16); i++) {
+        h = dtype == RA_F16 ? ra__f16_of_f32(x[i]) : ra__bf16_of_f32(x[i]);
+        memcpy(p + 2 * i, &h, sizeof h);
+    }
+    if (ra__has_scales(dtype)) ra__block_quantise(p, x, dtype);
 }
 
 RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
@@ -2434,10 +2471,10 @@ RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src,
     RA__OWN_FP ra__fp fp = ra__fp_enter();
     uint8_t *to = (uint8_t *)dst;
     const uint8_t *from = (const uint8_t *)src;
-    if (dst_dtype < RA_F32 || dst_dtype > RA_Q8_0 || src_dtype < RA_F32 || src_dtype > RA_Q8_0)
+    if (dst_dtype < RA_F32 || dst_dtype > RA_Q4_0 || src_dtype < RA_F32 || src_dtype > RA_Q4_0)
         return RA_E_ENUM;
     if (n < 0) return RA_E_RANGE;
-    if ((dst_dtype == RA_Q8_0 || src_dtype == RA_Q8_0) && n % 32) return RA_E_SHAPE;
+    if ((ra__has_scales(dst_dtype) || ra__has_scales(src_dtype)) && n % 32) return RA_E_SHAPE;
     if (n > 0 && (!dst || !src)) return RA_E_NULL;
     if (n > 0 && dst_dtype == src_dtype) {
         memmove(dst, src, (size_t)ra__row_bytes(src_dtype, n));
@@ -2814,7 +2851,7 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  *   RA__DECODE_NEAR_FOLD             decode_near or NULL
  *   RA__MERGE_ROW                    ra__merge_row or one with its bits
  *   RA__DECODE_DIRECT                decode: there is code for each dtype up to this one, of F32,
- *                                    F16, BF16, Q8_0. Rows of other dtypes are converted first.
+ *                                    F16, BF16, Q8_0. Rows of others are converted first.
  * + - * / on RA__FLOATS are the compiler's. A tile is ni broadcast elements by nt vectors; these
  * parameters, and the dtype of inline functions, are constants after inlining. A slab with few rows
  * left, and half a slab in partial tiles, takes tiles of height 8 with fewer vectors. */
@@ -3091,10 +3128,10 @@ RA__INLINE void ra__stream_prefetch(ra__stream *a, int32_t n, const int32_t leve
     ra__stream_advance(&a[1], n);
 }
 
-/* Bytes of n elements, in q8_0 without scales: 1 in 17 of its lines is not prefetched. A power of 2
- * if n is one. */
+/* Bytes of n elements without scales: in q8_0 1 in 17 lines is not prefetched, in q4_0 1 in 9. A
+ * power of 2 if n is one. */
 RA__INLINE int32_t ra__about_bytes(int32_t dtype, int32_t n) {
-    return n * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
+    return dtype == RA_Q4_0 ? n / 2 : n * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
 }
 
 /* How many steps of a loop, each of which reads `bytes` of K or V, share a prefetch of a line of K
@@ -3243,16 +3280,16 @@ RA__INLINE void ra__prefetch_lines(ra__prefetch_list *x, const int32_t n) {
 /* For a phase of the work: as a separate function it has all registers. */
 #define RA__ISA_NOINLINE __attribute__((noinline)) RA__ISA_STATIC
 
-/* The scale of a block of 32 elements of a q8_0 row. of_f16 converts several halves. */
-RA__ISA_INLINE RA__FLOATS RA__NAME(q8_0_scale)(const uint8_t *block) {
+/* The scale of a block of 32 elements. of_f16 converts several halves. */
+RA__ISA_INLINE RA__FLOATS RA__NAME(block_scale)(const uint8_t *block) {
     return RA__NAME(set)(RA__NAME(of_f16)(block)[0]);
 }
 
-/* Converts a block of a q8_0 row. */
-RA__ISA_INLINE void RA__NAME(read_q8_0)(float *dst, const uint8_t *block) {
-    const RA__FLOATS scale = RA__NAME(q8_0_scale)(block);
+/* Converts a block whose integers are at n. */
+RA__ISA_INLINE void RA__NAME(read_block)(float *dst, const uint8_t *block, const uint8_t *n) {
+    const RA__FLOATS scale = RA__NAME(block_scale)(block);
     RA__UNROLL for (int32_t i = 0; i < 32; i += RA__WIDTH)
-        RA__NAME(store)(dst + i, RA__NAME(of_i8)(block + 2 + i) * scale);
+        RA__NAME(store)(dst + i, RA__NAME(of_i8)(n + i) * scale);
 }
 
 /* Loads RA__WIDTH elements of dtype as floats. src may have any alignment. */
@@ -3265,7 +3302,13 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(convert)(const uint8_t *src, int32_t dtype) {
 /* Converts n elements of dtype to floats. src may have any alignment. */
 RA__ISA_STATIC void RA__NAME(read_row)(float *dst, const uint8_t *src, int32_t dtype, int32_t n) {
     int32_t size = dtype == RA_F32 ? 4 : 2, i = 0;
-    for (; dtype == RA_Q8_0 && i < n; i += 32, src += 34) RA__NAME(read_q8_0)(dst + i, src);
+    uint8_t unpacked[32];
+    for (; dtype == RA_Q8_0 && i < n; i += 32, src += 34)
+        RA__NAME(read_block)(dst + i, src, src + 2);
+    for (; dtype == RA_Q4_0 && i < n; i += 32, src += 18) {
+        ra__q4_0_unpack(unpacked, src);
+        RA__NAME(read_block)(dst + i, src, unpacked);
+    }
     for (; dtype == RA_BF16 && n - i >= RA__WIDTH; i += RA__WIDTH)
         RA__NAME(store)(dst + i, RA__NAME(of_bf16)(src + (int64_t)i * size));
     for (; dtype == RA_F16 && n - i >= RA__WIDTH; i += RA__WIDTH)
@@ -4098,7 +4141,7 @@ RA__ISA_INLINE void RA__NAME(load_chunk)(RA__FLOATS *out, const uint8_t *row, in
                                          int32_t dtype) {
     if (RA__DECODE_DIRECT == RA_Q8_0 && dtype == RA_Q8_0) {
         const uint8_t *block = row + (uint32_t)d / 32 * 34, *from = block + 2 + (d & 31);
-        const RA__FLOATS scale = RA__NAME(q8_0_scale)(block);
+        const RA__FLOATS scale = RA__NAME(block_scale)(block);
         out[0] = RA__NAME(of_i8)(from) * scale;
         out[1] = RA__NAME(of_i8)(from + RA__WIDTH) * scale;
         return;
@@ -4121,13 +4164,14 @@ RA__ISA_NOINLINE void RA__NAME(load_last_chunk)(RA__FLOATS *out, const uint8_t *
     RA__NAME(load_chunk)(out, row, d, dtype);
 }
 
-/* Converts n rows to f32, and prefetches `lines` lines of each stream per row. */
+/* Converts n rows to f32, and prefetches half of `bytes` bytes of each stream per row. */
 RA__ISA_NOINLINE void RA__NAME(decode_copy)(float *to, const uint8_t *row, int64_t stride,
                                             int32_t n, int32_t dim, int32_t dtype,
-                                            ra__stream *streams, int32_t lines) {
+                                            ra__stream *streams, int32_t bytes) {
     for (int32_t j = 0; j < n; j++, row += stride, to += dim) {
         RA__NAME(read_row)(to, row, dtype, dim);
-        if (streams) ra__stream_prefetch(streams, lines, RA__WIDTH == 8);
+        if (streams && !(j & (ra__prefetch_steps(bytes) - 1)))
+            ra__stream_prefetch(streams, (bytes + 127) / 128, RA__WIDTH == 8);
     }
 }
 
@@ -4310,7 +4354,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_scores_as)(const ra__decode_rows *rows, in
 RA__ISA_NOINLINE void RA__NAME(decode_scores)(const ra__decode_rows *rows, int32_t n,
                                               const ra__decode_keys *keys, float *s) {
     const int32_t dim = rows->d->k_dim, dtype = rows->d->k_dtype, step = rows->one_row ? 1 : 4;
-    const int32_t lines = (dim * (dtype == RA_Q8_0 ? 1 : 2) + 127) / 128;
+    const int32_t bytes = ra__about_bytes(dtype, dim);
     float copy[RA__DECODE_COPY];
     if (dtype <= RA__DECODE_DIRECT) {
         RA__NAME(decode_scores_as)(rows, n, keys, s, dtype);
@@ -4324,7 +4368,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_scores)(const ra__decode_rows *rows, int32
         for (int32_t j = 0; j < keys->n; j += y.n) {
             y.n = ra__decode_piece(keys->n - j, dim);
             RA__NAME(decode_copy)(copy, keys->k + h * keys->k_head + j * keys->k_stride,
-                                  keys->k_stride, y.n, dim, dtype, keys->streams, lines);
+                                  keys->k_stride, y.n, dim, dtype, keys->streams, bytes);
             RA__NAME(decode_scores_as)(rows + h, 1, &y, s + step * j, RA_F32);
         }
 }
@@ -4738,7 +4782,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_values)(const ra__decode_rows *rows, int32
                                               const ra__decode_keys *keys, const float *p) {
     const int32_t dim = rows->d->v_dim, dtype = rows->d->v_dtype, step = rows->one_row ? 1 : 4;
     const int32_t also = RA__NAME(decode_defers)(rows) ? 2 * rows->d->k_dim : 0;
-    const int32_t lines = (dim * (dtype == RA_Q8_0 ? 1 : 2) + also + 127) / 128;
+    const int32_t bytes = ra__about_bytes(dtype, dim) + also;
     float copy[RA__DECODE_COPY];
     if (dtype <= RA__DECODE_DIRECT) {
         RA__NAME(decode_values_as)(rows, n, keys, p, dtype);
@@ -4755,7 +4799,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_values)(const ra__decode_rows *rows, int32
             y.whole = keys->whole && j + y.n == keys->n;
             y.seen = keys->partial ? keys->seen >> 4 * j : keys->seen;
             RA__NAME(decode_copy)(copy, keys->v + h * keys->v_head + j * keys->v_stride,
-                                  keys->v_stride, y.n, dim, dtype, keys->streams, lines);
+                                  keys->v_stride, y.n, dim, dtype, keys->streams, bytes);
             RA__NAME(decode_values_as)(&part, 1, &y, p + step * j, RA_F32);
         }
     }
@@ -6677,10 +6721,13 @@ RA__BF_INLINE __m512i ra__bf_load_row(const uint8_t *row, int32_t d, int32_t dty
         x = _mm512_cvtph_ps(_mm512_castsi512_si256(half));
         y = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
     } else {
-        const uint8_t *block = row + (int64_t)d / 32 * 34;
-        const __m512 scale = ra__q8_0_scale_avx512(block);
-        x = _mm512_mul_ps(scale, ra__of_i8_avx512(block + 2));
-        y = _mm512_mul_ps(scale, ra__of_i8_avx512(block + 18));
+        const uint8_t *block = row + ra__row_bytes(dtype, d);
+        const __m512 scale = ra__block_scale_avx512(block);
+        uint8_t unpacked[32];
+        if (dtype == RA_Q4_0) ra__q4_0_unpack(unpacked, block);
+        const uint8_t *n = dtype == RA_Q4_0 ? unpacked : block + 2;
+        x = _mm512_mul_ps(scale, ra__of_i8_avx512(n));
+        y = _mm512_mul_ps(scale, ra__of_i8_avx512(n + 16));
     }
     return ra__bf_of_f32(x, y);
 }
@@ -7720,19 +7767,21 @@ static const ra__kernel ra__kernel_bf16 = {
 
 RA__OPTIMIZE_END
 
-/* ---- decoding of q8_0 keys and values by products of integers (AVX512 VNNI and VBMI)
+/* ---- decoding of q8_0 and q4_0 keys and values by products of integers (AVX512 VNNI and VBMI)
  *
  * vpdpbusd sums the products of 4 unsigned and 4 signed bytes exactly. Keys come in units of 16,
  * which have one maximum; lane 4 l + i of a vector belongs to key 4 i + l of the unit. A matrix of
  * 4 x 4 lanes is then transposed between [row][16 keys] and [key][4 rows] without crossing lanes.
  *
  * Scores: q of a row is quantum (256 a + b), where a and b are signed bytes. A step is 8 dims of 8
- * keys; digits of q are broadcast. K comes in as k + 128, because one side is unsigned. A key
- * has two lanes, for dims 0 to 3 and 4 to 7 of each 8, until 32 dims are added. Their sum, less 128
- * times the sum of the digits, is an exact integer, which is multiplied by the scale of K.
+ * keys; digits of q are broadcast. K comes in as k + 128, because one side is unsigned; in q4_0 it
+ * is stored as k + 8. A key has two lanes, for dims 0 to 3 and 4 to 7 of each 8, until 32 dims are
+ * added. Their sum, less 128 or 8 times the sum of the digits, is an exact integer, which is
+ * multiplied by the scale of K.
  * Values: p times the scale of a block of V is quantum (256 a + b), where a and b are unsigned
  * bytes. The quantum is 2^-15 of the power of two of the row's largest weight. A step is 4 keys of
- * 16 dims. Keys with negative scales come in a second pass, with the opposite sign.
+ * 16 dims. In q8_0 keys with negative scales, which are rare, come in a second pass, with the
+ * opposite sign. In q4_0 their integers are negated instead: 8 - n is (15 - n) - 7.
  *
  * Error: q is off by at most 2^-16 of the largest magnitude of its row, and a weight by 2^-16 of
  * the largest of 16 keys. Elements of K and V are off by up to 2^-8 of the largest of their block.
@@ -7765,13 +7814,13 @@ RA__OPTIMIZE_END
 #define RA__Q8_STATIC RA__UNUSED RA__Q8_TARGET static
 #define RA__Q8_INLINE RA__INLINE RA__Q8_TARGET
 
-enum { RA__Q8_BYTES = 34, RA__Q8_KEYS = RA__DECODE_KEYS, RA__Q8_BLOCKS = 4 };
+enum { RA__Q8_KEYS = RA__DECODE_KEYS, RA__Q8_BLOCKS = 4 };
 enum { RA__Q8_TINY = 27 << 23 };       /* 2^-100 as bits of f32 */
 
 /* 32 dims of Q, in ra__decode_rows.q. */
 typedef struct ra__q8_queries {
     int8_t digit[4][2][32];            /* of each row: b, a */
-    int32_t start[4];                  /* -128 times the sum of 256 a + b */
+    int32_t start[4];                  /* -128, in q4_0 -8, times the sum of 256 a + b */
     float quantum[4];                  /* times the factor of scores */
 } ra__q8_queries;
 
@@ -7779,9 +7828,11 @@ typedef struct ra__q8_queries {
 typedef struct ra__q8_weights {
     uint8_t digit[RA__Q8_BLOCKS][2][64]; /* per block and 8 keys: [row][digit][8 keys] */
     float quantum[4 * RA__Q8_BLOCKS];  /* [block][row] */
+    uint8_t negative[RA__Q8_BLOCKS][16]; /* q4_0: 255 for keys with negative scales, otherwise 0 */
 } ra__q8_weights;
 
-/* Rows of 16 keys of K or V; four[i] is that of key 4 i. */
+/* Rows of 16 keys of K or V; four[i] is that of key 4 i. Their dtype, RA_Q8_0 or RA_Q4_0, is a
+ * constant argument of most functions. */
 typedef struct ra__q8_rows {
     const uint8_t *four[4];
     int64_t stride;
@@ -7831,12 +7882,26 @@ RA__Q8_INLINE __m512i ra__q8_join(const uint8_t *a, const uint8_t *b) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(y), z, 1);
 }
 
+/* 16 bytes of each of 4 keys from key j on. */
+RA__Q8_INLINE __m512i ra__q8_join_16(const ra__q8_rows *x, const int32_t j, int64_t at) {
+    const uint8_t *row = x->four[j / 4] + at;
+    const int64_t stride = x->stride;
+    __m512i y = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(const void *)row));
+    y = _mm512_mask_broadcast_i32x4(
+        y, 0x00f0, _mm_loadu_si128((const __m128i *)(const void *)(row + stride)));
+    y = _mm512_mask_broadcast_i32x4(
+        y, 0x0f00, _mm_loadu_si128((const __m128i *)(const void *)(row + 2 * stride)));
+    return _mm512_mask_broadcast_i32x4(
+        y, 0xf000, _mm_loadu_si128((const __m128i *)(const void *)(row + 3 * stride)));
+}
+
 /* Scales of two blocks of 16 keys, the first at `at`; both: there is a second one. Word i of
- * half[h] is of key 8 h + i and the first block, word 17 + i of the second. Each key is loaded from
- * an address that puts its scales at their words, so that nothing has to be moved. Masked bytes
- * need not exist. */
-RA__Q8_INLINE void ra__q8_scales(__m512i *half, const ra__q8_rows *x, int64_t at, int32_t both) {
-    __mmask32 m = both ? 0x20001 : 1;
+ * half[h] is of key 8 h + i and the first block, and as many words later as a block has, it is of
+ * the second. Each key is loaded from an address that puts its scales at their words, so that
+ * nothing has to be moved. Masked bytes need not exist. */
+RA__Q8_INLINE void ra__q8_scales(__m512i *half, const ra__q8_rows *x, int64_t at, int32_t both,
+                                 const int32_t dtype) {
+    __mmask32 m = both ? 1u << ra__scaled_bytes(dtype) / 2 | 1 : 1;
     RA__UNROLL for (int32_t h = 0; h < 2; h++) half[h] = _mm512_setzero_si512();
     for (int32_t i = 0; i < 8; i++) {
         RA__UNROLL for (int32_t h = 0; h < 2; h++) {
@@ -7850,9 +7915,20 @@ RA__Q8_INLINE void ra__q8_scales(__m512i *half, const ra__q8_rows *x, int64_t at
 /* Loads 32 dims of 8 keys: x[2 i + h] gets dims 8 i to 8 i + 7 of keys 8 h to 8 h + 7 as unsigned
  * bytes. A key has two adjacent lanes. Their sums, joined from both h, are in lane order. */
 RA__Q8_INLINE void ra__q8_load_keys(__m512i *x, const ra__q8_rows *rows, int64_t at,
-                                    const int32_t h) {
-    const __m512i flip = _mm512_set1_epi8(-128);
+                                    const int32_t h, const int32_t dtype) {
+    const __m512i flip = _mm512_set1_epi8(-128), low = _mm512_set1_epi8(15);
     __m512i y[4], z[4];
+    if (dtype == RA_Q4_0) {
+        y[0] = ra__q8_join_16(rows, 8 * h, at);
+        y[1] = ra__q8_join_16(rows, 8 * h + 4, at);
+        z[0] = _mm512_unpacklo_epi64(y[0], y[1]);
+        z[1] = _mm512_unpackhi_epi64(y[0], y[1]);
+        RA__UNROLL for (int32_t i = 0; i < 2; i++) {
+            x[2 * i + h] = _mm512_and_si512(z[i], low);
+            x[2 * i + 4 + h] = _mm512_and_si512(_mm512_srli_epi16(z[i], 4), low);
+        }
+        return;
+    }
     RA__UNROLL for (int32_t i = 0; i < 4; i++) {
         const int32_t j = 8 * h + i % 2 * 4 + i / 2 * 2;
         y[i] = _mm512_xor_si512(flip, ra__q8_join(ra__q8_row(rows, j, at),
@@ -7903,9 +7979,10 @@ RA__Q8_INLINE void ra__q8_transpose(__m512 *v) {
 
 /* Scores [key][4 rows] of units of 16 keys from k on. Missing rows have 0. Keys of a block are
  * loaded beside the products of the block before. */
-RA__NOINLINE RA__Q8_TARGET void ra__q8_scores_of(const ra__decode_rows *rows, const uint8_t *keys,
-                                                 int64_t stride, ra__stream *streams, float *s,
-                                                 int32_t units) {
+RA__Q8_INLINE void ra__q8_scores_as(const ra__decode_rows *rows, const uint8_t *keys,
+                                    int64_t stride, ra__stream *streams, float *s, int32_t units,
+                                    const int32_t dtype) {
+    const int32_t bytes = ra__scaled_bytes(dtype), lines = dtype == RA_Q8_0 ? 4 : 2;
     const __m256i lanes = _mm256_setr_epi16(0, 4, 32, 36, 1, 5, 33, 37, 2, 6, 34, 38,
                                             3, 7, 35, 39);
     const int32_t blocks = rows->d->k_dim / 32, n = rows->count;
@@ -7914,20 +7991,20 @@ RA__NOINLINE RA__Q8_TARGET void ra__q8_scores_of(const ra__decode_rows *rows, co
     ra__q8_rows x;
     __m512i k[8], next[8], half[2];
     ra__q8_find_rows(&x, keys, stride);
-    RA__UNROLL for (int32_t h = 0; h < 2; h++) ra__q8_load_keys(next, &x, 2, h);
+    RA__UNROLL for (int32_t h = 0; h < 2; h++) ra__q8_load_keys(next, &x, 2, h, dtype);
     for (int32_t g = 0; g < units; g++, s += 4 * RA__Q8_KEYS) {
         const ra__q8_queries *q = first;
         __m512 sum[4];
         RA__UNROLL for (int32_t r = 0; r < 4; r++) sum[r] = _mm512_setzero_ps();
         for (int32_t b = 0; b < blocks; b++, q++) {
             const __m512i where = _mm512_castsi256_si512(
-                _mm256_add_epi16(lanes, _mm256_set1_epi16((int16_t)(b % 2 * 17))));
-            int64_t at = (int64_t)b * RA__Q8_BYTES;
-            ra__q8_advance(at_line, streams, 4 + b % 2);
-            if (b % 2 == 0) ra__q8_scales(half, &x, at, b + 1 < blocks);
+                _mm256_add_epi16(lanes, _mm256_set1_epi16((int16_t)(b % 2 * bytes / 2))));
+            int64_t at = (int64_t)b * bytes;
+            ra__q8_advance(at_line, streams, lines + b % 2);
+            if (b % 2 == 0) ra__q8_scales(half, &x, at, b + 1 < blocks, dtype);
             const __m512 scale = _mm512_cvtph_ps(_mm512_castsi512_si256(
                 _mm512_permutex2var_epi16(half[0], where, half[1])));
-            at += b + 1 < blocks ? RA__Q8_BYTES : 0;
+            at += b + 1 < blocks ? bytes : 0;
             if (b + 1 == blocks && g + 1 < units) {
                 ra__q8_next_rows(&x);
                 at = 0;
@@ -7935,10 +8012,10 @@ RA__NOINLINE RA__Q8_TARGET void ra__q8_scores_of(const ra__decode_rows *rows, co
             RA__UNROLL for (int32_t i = 0; i < 8; i++) k[i] = next[i];
             RA__UNROLL for (int32_t r = 0; r < 4; r++) {
                 if (r < n) sum[r] = ra__q8_dot(q, r, k, scale, sum[r]);
-                if (r % 2 == 0) ra__q8_load_keys(next, &x, at + 2, r / 2);
-                if (streams) ra__q8_prefetch(at_line, r, 1);
+                if (r % 2 == 0) ra__q8_load_keys(next, &x, at + 2, r / 2, dtype);
+                if (streams && r < lines) ra__q8_prefetch(at_line, r, 1);
             }
-            if (streams && b % 2) ra__q8_prefetch(at_line, 4, 1); /* 2 blocks: 17 lines */
+            if (streams && b % 2) ra__q8_prefetch(at_line, lines, 1); /* 2 blocks: 17 or 9 lines */
         }
         RA__UNROLL for (int32_t r = 0; r < 4; r++)
             sum[r] = _mm512_mul_ps(sum[r], _mm512_set1_ps(first->quantum[r]));
@@ -7947,20 +8024,34 @@ RA__NOINLINE RA__Q8_TARGET void ra__q8_scores_of(const ra__decode_rows *rows, co
     }
 }
 
+RA__NOINLINE RA__Q8_TARGET void ra__q8_scores_of(const ra__decode_rows *rows, const uint8_t *keys,
+                                                 int64_t stride, ra__stream *streams, float *s,
+                                                 int32_t units) {
+    ra__q8_scores_as(rows, keys, stride, streams, s, units, RA_Q8_0);
+}
+RA__NOINLINE RA__Q8_TARGET void ra__q4_scores_of(const ra__decode_rows *rows, const uint8_t *keys,
+                                                 int64_t stride, ra__stream *streams, float *s,
+                                                 int32_t units) {
+    ra__q8_scores_as(rows, keys, stride, streams, s, units, RA_Q4_0);
+}
+
 /* The same of the keys from key j on, of which some of a unit do not exist. */
 RA__NOINLINE RA__Q8_TARGET void ra__q8_scores_rest(const ra__decode_rows *rows,
                                                    const ra__decode_keys *keys, int32_t j,
                                                    float *s) {
-    const int32_t bytes = rows->d->k_dim / 32 * RA__Q8_BYTES;
-    uint8_t copy[RA__Q8_KEYS * RA__Q8_BYTES * 32]; /* of up to 1024 dims */
+    const int32_t bytes = (int32_t)ra__row_bytes(rows->d->k_dtype, rows->d->k_dim);
+    uint8_t copy[RA__Q8_KEYS * 34 * 32]; /* of up to 1024 dims */
     ra__q8_copy_rows(copy, keys->k + j * keys->k_stride, keys->k_stride, keys->n - j, bytes);
-    ra__q8_scores_of(rows, copy, bytes, keys->streams, s, 1);
+    if (rows->d->k_dtype == RA_Q4_0) ra__q4_scores_of(rows, copy, bytes, keys->streams, s, 1);
+    else ra__q8_scores_of(rows, copy, bytes, keys->streams, s, 1);
 }
 
 RA__NOINLINE RA__Q8_TARGET void ra__q8_scores(const ra__decode_rows *rows,
                                               const ra__decode_keys *keys, float *s) {
     const int32_t units = keys->n / RA__Q8_KEYS, j = units * RA__Q8_KEYS;
-    if (units) ra__q8_scores_of(rows, keys->k, keys->k_stride, keys->streams, s, units);
+    if (units && rows->d->k_dtype == RA_Q4_0)
+        ra__q4_scores_of(rows, keys->k, keys->k_stride, keys->streams, s, units);
+    else if (units) ra__q8_scores_of(rows, keys->k, keys->k_stride, keys->streams, s, units);
     if (j < keys->n) ra__q8_scores_rest(rows, keys, j, s + 4 * j);
 }
 
@@ -7968,25 +8059,36 @@ RA__Q8_INLINE __m512i ra__q8_tops_of_halves(__m512i a, __m512i b) {
     return _mm512_max_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
 }
 
-/* scale[block][i]: of keys 4 i to 4 i + 3, each 4 times. Returns 1 if some are negative. */
-RA__Q8_INLINE int32_t ra__q8_spread(__m512 (*scale)[4], const ra__q8_rows *x, int64_t at,
-                                    int32_t blocks) {
-    const __m512i pack = _mm512_castsi256_si512(
-        _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 17, 18, 19, 20, 21, 22, 23, 24));
+/* scale[block][i]: of keys 4 i to 4 i + 3, each 4 times. q8_0: returns 1 if some are negative.
+ * q4_0: stores which are; returns 0. */
+RA__Q8_INLINE int32_t ra__q8_spread(__m512 (*scale)[4], uint8_t (*negative)[16],
+                                    const ra__q8_rows *x, int64_t at, int32_t blocks,
+                                    const int32_t dtype) {
+    const int16_t word = (int16_t)(ra__scaled_bytes(dtype) / 2);
+    const __m512i pack = _mm512_castsi256_si512(_mm256_add_epi16(
+        _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7),
+        _mm256_setr_m128i(_mm_setzero_si128(), _mm_set1_epi16(word))));
     const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     __m512i half[2][2], all = _mm512_setzero_si512();
     RA__UNROLL for (int32_t e = 0; e < 2; e++)
-        ra__q8_scales(half[e], x, blocks > 2 * e ? at + 2 * e * RA__Q8_BYTES : at,
-                      blocks > 2 * e + 1);
+        ra__q8_scales(half[e], x, blocks > 2 * e ? at + 2 * e * ra__scaled_bytes(dtype) : at,
+                      blocks > 2 * e + 1, dtype);
     RA__UNROLL for (int32_t h = 0; h < 4; h++) {
-        const __m512 y = _mm512_cvtph_ps(_mm512_castsi512_si256(
-            _mm512_permutexvar_epi16(pack, half[h / 2][h % 2])));
+        const __m256i z = _mm512_castsi512_si256(
+            _mm512_permutexvar_epi16(pack, half[h / 2][h % 2]));
+        const __m512 y = _mm512_cvtph_ps(z);
+        const __m128i below = _mm_movm_epi8(_mm256_movepi16_mask(z));
+        if (dtype == RA_Q4_0) {
+            _mm_storel_epi64((__m128i *)(void *)&negative[h / 2 * 2][h % 2 * 8], below);
+            _mm_storeh_pd((double *)(void *)&negative[h / 2 * 2 + 1][h % 2 * 8],
+                          _mm_castsi128_pd(below));
+        }
         RA__UNROLL for (int32_t i = 0; i < 4; i++)
             scale[h / 2 * 2 + i / 2][h % 2 * 2 + i % 2] = _mm512_permutexvar_ps(
                 _mm512_add_epi32(spread, _mm512_set1_epi32(4 * i)), y);
         all = _mm512_or_si512(all, half[h / 2][h % 2]);
     }
-    return _mm512_movepi16_mask(all) != 0;
+    return dtype == RA_Q8_0 && _mm512_movepi16_mask(all) != 0;
 }
 
 /* Values of units of 16 keys, to be added to the sums of `blocks` blocks. */
@@ -7995,7 +8097,7 @@ typedef struct ra__q8_work {
     ra__q8_weights *w;                 /* [units] */
     float *acc;                        /* [blocks][4 rows][32 dims] */
     ra__stream *streams;
-    int32_t units, blocks, count;      /* count: of rows that exist */
+    int32_t dtype, units, blocks, count; /* count: of rows that exist */
     int32_t fresh;                     /* 1: acc has no sums yet */
     float *total;                      /* not null: these are all keys of a block, whose sums are
                                         * added to total, [blocks][4 rows][32 dims] */
@@ -8009,7 +8111,7 @@ typedef struct ra__q8_work {
  * 2^-15 of that of the largest weight. Adding 2^23 quanta leaves the number of quanta in the low
  * bits. NaN is the largest of all integers here, so that the quantum becomes NaN. */
 RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float *p,
-                                   int32_t negative, const int32_t some) {
+                                   int32_t negative, const int32_t some, const int32_t dtype) {
     const int64_t at = RA__Q8_KEYS * g * x->rows.stride;
     const uint64_t seen = x->masked ? x->seen : ~(uint64_t)0;
     ra__q8_weights *to = &x->w[g];
@@ -8021,7 +8123,7 @@ RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float 
         _mm512_set1_epi32(0x30201000));
     __m512i w[RA__Q8_BLOCKS][4], top[RA__Q8_BLOCKS], quantum;
     __m512 scale[RA__Q8_BLOCKS][4];
-    int32_t other = ra__q8_spread(scale, &x->rows, at, x->blocks);
+    int32_t other = ra__q8_spread(scale, to->negative, &x->rows, at, x->blocks, dtype);
     if (some) other = 0;
     RA__UNROLL for (int32_t i = 0; i < 4; i++) {
         const __m512 y = _mm512_loadu_ps(p + 64 * g + 16 * i);
@@ -8029,7 +8131,8 @@ RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float 
             __m512 z = ra__abs_avx512(_mm512_mul_ps(y, scale[b][i]));
             if (some) {
                 const __mmask16 below = _mm512_movepi32_mask(_mm512_castps_si512(scale[b][i]));
-                const __mmask16 take = negative ? below : (__mmask16)~below;
+                const __mmask16 take = dtype == RA_Q4_0 ? 0xffff : negative ? below
+                                                                            : (__mmask16)~below;
                 other |= take != 0xffff;
                 z = _mm512_maskz_mov_ps((__mmask16)(take & (seen >> 16 * i)), z);
             }
@@ -8064,12 +8167,26 @@ RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float 
 
 RA__NOINLINE RA__Q8_TARGET int32_t ra__q8_weigh_some(const ra__q8_work *x, int32_t g,
                                                      const float *p, int32_t negative) {
-    return ra__q8_weigh(x, g, p, negative, 1);
+    return x->dtype == RA_Q4_0 ? ra__q8_weigh(x, g, p, negative, 1, RA_Q4_0)
+                               : ra__q8_weigh(x, g, p, negative, 1, RA_Q8_0);
 }
 
-/* Two vectors of 16 dims of keys 4 g to 4 g + 3. */
+/* Two vectors of 16 dims of keys 4 g to 4 g + 3; the bytes at negative are those of q4_0. */
 RA__Q8_INLINE void ra__q8_load_values(__m512i *v, const ra__q8_rows *x, int64_t at,
-                                      const int32_t g, __m512i where) {
+                                      const int32_t g, __m512i where, const uint8_t *negative,
+                                      const int32_t dtype) {
+    if (dtype == RA_Q4_0) {
+        const __m512i low = _mm512_set1_epi8(15);
+        int32_t four;
+        memcpy(&four, negative + 4 * g, sizeof four);
+        const __m512i turn = _mm512_set1_epi32(four);
+        const __m512i zero = _mm512_add_epi8(turn, _mm512_set1_epi8(8));
+        const __m512i n = _mm512_xor_si512(
+            turn, _mm512_permutexvar_epi8(where, ra__q8_join_16(x, 4 * g, at)));
+        v[2 * g] = _mm512_sub_epi8(_mm512_and_si512(n, low), zero);
+        v[2 * g + 1] = _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(n, 4), low), zero);
+        return;
+    }
     const __m512i y = ra__q8_join(ra__q8_row(x, 4 * g, at), ra__q8_row(x, 4 * g + 1, at));
     const __m512i z = ra__q8_join(ra__q8_row(x, 4 * g + 2, at), ra__q8_row(x, 4 * g + 3, at));
     v[2 * g] = _mm512_permutex2var_epi8(y, where, z);
@@ -8098,29 +8215,31 @@ RA__Q8_INLINE void ra__q8_add(__m512 *c, const uint8_t (*digit)[64], int32_t r, 
 
 /* Adds block b of units [g, end). */
 RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, int32_t end,
-                                    int32_t fresh) {
+                                    int32_t fresh, const int32_t dtype) {
     const __m512i where = _mm512_add_epi32(
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                           _mm512_set1_epi32(0x01010101)), _mm512_set1_epi32(0x60402000));
-    const int32_t n = x->count;
+                           _mm512_set1_epi32(0x01010101)),
+        _mm512_set1_epi32(dtype == RA_Q8_0 ? 0x60402000 : 0x30201000));
+    const int32_t n = x->count, lines = dtype == RA_Q8_0 ? 4 : 2;
     float *acc = x->acc + 128 * b, *total = end == x->units && g == 0 ? x->total : NULL;
-    int64_t at = RA__Q8_KEYS * g * x->rows.stride + b * RA__Q8_BYTES + 2;
+    int64_t at = RA__Q8_KEYS * g * x->rows.stride + b * ra__scaled_bytes(dtype) + 2;
     uintptr_t at_line[2] = { 0, 0 };
     __m512i v[8], next[8];
     __m512 c[4][2];
     RA__UNROLL for (int32_t i = 0; i < 8; i++)
         c[i / 2][i % 2] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(acc + 16 * i);
     RA__UNROLL for (int32_t i = 0; i < 4; i++)
-        ra__q8_load_values(next, &x->rows, at, i, where);
+        ra__q8_load_values(next, &x->rows, at, i, where, x->w[g].negative[b], dtype);
     for (; g < end; g++) {
         const ra__q8_weights *w = &x->w[g];
-        at += g + 1 < end ? RA__Q8_KEYS * x->rows.stride : 0;
-        ra__q8_advance(at_line, x->streams, 4);
+        const int32_t more = g + 1 < end;
+        at += more ? RA__Q8_KEYS * x->rows.stride : 0;
+        ra__q8_advance(at_line, x->streams, lines);
         RA__UNROLL for (int32_t i = 0; i < 8; i++) v[i] = next[i];
         RA__UNROLL for (int32_t r = 0; r < 4; r++) {
             if (r < n) ra__q8_add(c[r], w->digit[b], r, w->quantum[4 * b + r], v);
-            ra__q8_load_values(next, &x->rows, at, r, where);
-            if (x->streams) ra__q8_prefetch(at_line, r, 1);
+            ra__q8_load_values(next, &x->rows, at, r, where, w[more].negative[b], dtype);
+            if (x->streams && r < lines) ra__q8_prefetch(at_line, r, 1);
         }
     }
     if (total) acc = total + 128 * b;
@@ -8132,10 +8251,11 @@ RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, 
 
 /* Adds up to RA__Q8_BLOCKS blocks; p: [unit][16 keys][4 rows]. Weights of all units come first,
  * because those of different units overlap. A unit with negative scales is added alone, twice. */
-RA__Q8_INLINE void ra__q8_add_blocks(const ra__q8_work *x, const float *p) {
+RA__Q8_INLINE void ra__q8_add_blocks(const ra__q8_work *x, const float *p, const int32_t dtype) {
     int32_t more = 0;
     int32_t left = x->masked ? (1 << x->units) - 1 : 0;  /* bit g: unit g has no weights yet */
-    for (int32_t g = 0; g < x->units && !x->masked; g++) left |= ra__q8_weigh(x, g, p, 0, 0) << g;
+    for (int32_t g = 0; g < x->units && !x->masked; g++)
+        left |= ra__q8_weigh(x, g, p, 0, 0, dtype) << g;
     for (int32_t g = 0; left >> g; g++)
         if (left >> g & 1) more |= ra__q8_weigh_some(x, g, p, 0) << g;
     for (int32_t g = 0, end; g < x->units; g = end) {
@@ -8144,7 +8264,7 @@ RA__Q8_INLINE void ra__q8_add_blocks(const ra__q8_work *x, const float *p) {
         for (int32_t negative = 0; negative <= twice; negative++) {
             if (negative) (void)ra__q8_weigh_some(x, g, p, 1);
             for (int32_t b = 0; b < x->blocks; b++)
-                ra__q8_add_block(x, b, g, end, x->fresh && g == 0 && !negative);
+                ra__q8_add_block(x, b, g, end, x->fresh && g == 0 && !negative, dtype);
         }
     }
     for (int32_t i = 0; i < 128 * x->blocks && x->total && more; i += 16)
@@ -8152,30 +8272,39 @@ RA__Q8_INLINE void ra__q8_add_blocks(const ra__q8_work *x, const float *p) {
                                                      _mm512_loadu_ps(x->acc + i)));
 }
 
+RA__NOINLINE RA__Q8_TARGET void ra__q8_add_q8_0(const ra__q8_work *x, const float *p) {
+    ra__q8_add_blocks(x, p, RA_Q8_0);
+}
+RA__NOINLINE RA__Q8_TARGET void ra__q8_add_q4_0(const ra__q8_work *x, const float *p) {
+    ra__q8_add_blocks(x, p, RA_Q4_0);
+}
+
 /* Adds p V of n keys from key j on, p being [key][4 rows]. More than 16 are whole units. */
 RA__NOINLINE RA__Q8_TARGET void ra__q8_values(const ra__decode_rows *rows,
                                               const ra__decode_keys *keys, int32_t j, int32_t n,
                                               const float *p) {
-    const int32_t blocks = rows->d->v_dim / 32;
-    uint8_t copy[RA__Q8_KEYS * RA__Q8_BLOCKS * RA__Q8_BYTES];
+    const int32_t blocks = rows->d->v_dim / 32, bytes = ra__scaled_bytes(rows->d->v_dtype);
+    uint8_t copy[RA__Q8_KEYS * RA__Q8_BLOCKS * 34];
     ra__q8_weights w[RA_BLOCK_TOKENS / RA__Q8_KEYS];
     ra__q8_work x;
     x.w = w;
     x.streams = keys->streams;
+    x.dtype = rows->d->v_dtype;
     x.units = (n + RA__Q8_KEYS - 1) / RA__Q8_KEYS;
     x.count = rows->count;
     x.fresh = !rows->has_keys;
     x.masked = keys->partial || n % RA__Q8_KEYS;
     x.seen = keys->seen;
     for (int32_t b = 0; b < blocks; b += RA__Q8_BLOCKS) {
-        const uint8_t *v = keys->v + j * keys->v_stride + (int64_t)b * RA__Q8_BYTES;
+        const uint8_t *v = keys->v + j * keys->v_stride + (int64_t)b * bytes;
         x.blocks = blocks - b < RA__Q8_BLOCKS ? blocks - b : RA__Q8_BLOCKS;
         x.acc = rows->block_acc + 128 * b;
         x.total = keys->whole && n == RA_BLOCK_TOKENS ? rows->acc + 128 * b : NULL;
-        if (n % RA__Q8_KEYS) ra__q8_copy_rows(copy, v, keys->v_stride, n, x.blocks * RA__Q8_BYTES);
-        if (n % RA__Q8_KEYS) ra__q8_find_rows(&x.rows, copy, x.blocks * RA__Q8_BYTES);
+        if (n % RA__Q8_KEYS) ra__q8_copy_rows(copy, v, keys->v_stride, n, x.blocks * bytes);
+        if (n % RA__Q8_KEYS) ra__q8_find_rows(&x.rows, copy, x.blocks * bytes);
         else ra__q8_find_rows(&x.rows, v, keys->v_stride);
-        ra__q8_add_blocks(&x, p);
+        if (x.dtype == RA_Q4_0) ra__q8_add_q4_0(&x, p);
+        else ra__q8_add_q8_0(&x, p);
     }
 }
 
@@ -8217,7 +8346,8 @@ RA__Q8_STATIC void ra__decode_fold_q8(ra__decode_rows *rows, const ra__decode_ke
 }
 
 /* Digits of 32 dims of row r, and where their sums start. */
-RA__Q8_INLINE void ra__q8_digits(ra__q8_queries *q, int32_t r, const float *x, float turns) {
+RA__Q8_INLINE void ra__q8_digits(ra__q8_queries *q, int32_t r, const float *x, float turns,
+                                 int32_t dtype) {
     const __m512i split = _mm512_set1_epi32(0x00008080), all = _mm512_set1_epi8(-128);
     const __m512i where = _mm512_add_epi32(
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 16, 32, 48, 1, 17, 33, 49, 2, 18, 34, 50,
@@ -8237,6 +8367,7 @@ RA__Q8_INLINE void ra__q8_digits(ra__q8_queries *q, int32_t r, const float *x, f
     _mm512_storeu_si512(sums, sum);
     q->start[r] = 0;
     for (int32_t i = 0; i < 4; i++) q->start[r] -= sums[i] + 256 * sums[4 + i];
+    if (dtype == RA_Q4_0) q->start[r] /= 16;
 }
 
 /* Returns the factor that makes a row of q integers of up to `most`, and sets their quantum. A row
@@ -8269,12 +8400,12 @@ RA__Q8_STATIC void ra__decode_load_q8(ra__decode_rows *rows, int32_t r, const vo
     for (int32_t d = 0; d < dim; d += 32, q++) {
         memset(x, 0, sizeof x);
         if (turns > 0.0f) ra__read_row_avx512(x, from + (int64_t)d * size, dtype, 32);
-        ra__q8_digits(q, r, x, turns);
+        ra__q8_digits(q, r, x, turns, rows->d->k_dtype);
         q->quantum[r] = quantum * factor;
     }
 }
 
-/* ---- prefill of q8_0 keys and values by products of integers
+/* ---- prefill of q8_0 and q4_0 keys and values by products of integers
  *
  * The strips of bf16 with pairs of 16-bit integers (vpdpwssd) instead of pairs of bf16:
  *   q    pairs of dims of a row, in units of the row's quantum, 2^-15 of its largest magnitude.
@@ -8547,19 +8678,27 @@ RA__Q8_STATIC void ra__sizes_q8(ra__bytes *out, const ra_desc *d, int32_t shared
 }
 
 RA__Q8_INLINE float ra__q8_scale(const uint8_t *block) {
-    return _mm512_cvtss_f32(ra__q8_0_scale_avx512(block));
+    return _mm512_cvtss_f32(ra__block_scale_avx512(block));
+}
+
+/* The integers of a block in 16 bits each. */
+RA__Q8_INLINE __m512i ra__q8_widen(const uint8_t *block, int32_t dtype) {
+    uint8_t unpacked[32];
+    if (dtype == RA_Q4_0) ra__q4_0_unpack(unpacked, block);
+    const void *n = dtype == RA_Q4_0 ? unpacked : block + 2;
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)n));
 }
 
 /* Keys as integers, each row with its scales behind it. */
 RA__Q8_STATIC void ra__q8_pack_k(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
-                                 int32_t dim) {
+                                 int32_t dim, int32_t dtype) {
+    const int32_t bytes = ra__scaled_bytes(dtype);
     for (int32_t j = 0; j < n; j++, from += stride, to += 4 * (dim / 32))
         for (int32_t d = 0; d < dim; d += 32, to += 64) {
-            const uint8_t *block = from + d / 32 * RA__Q8_BYTES;
+            const uint8_t *block = from + d / 32 * bytes;
             const float scale = ra__q8_scale(block);
-            ra__prefetch((uintptr_t)block + (uintptr_t)(8 * stride), RA__Q8_BYTES);
-            _mm512_storeu_si512(to, _mm512_cvtepi8_epi16(
-                                        _mm256_loadu_si256((const __m256i *)(block + 2))));
+            ra__prefetch((uintptr_t)block + (uintptr_t)(8 * stride), bytes);
+            _mm512_storeu_si512(to, ra__q8_widen(block, dtype));
             memcpy(to + 2 * (dim - d) + d / 8, &scale, sizeof scale);
         }
 }
@@ -8578,19 +8717,20 @@ RA__Q8_INLINE float ra__q8_scale_v(float *scale, int32_t n) {
 /* Values as pairs of keys [32][dim], scales [dim / 32][64], units [dim / 32]. Returns 0 if a scale
  * is NaN or infinite: then all scales of its keys are as stored. */
 RA__Q8_STATIC int32_t ra__q8_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
-                                    int32_t dim) {
+                                    int32_t dim, int32_t dtype) {
+    const int32_t bytes = ra__scaled_bytes(dtype);
     float *scale = (float *)(void *)(to + 128 * (int64_t)dim), *unit = scale + 2 * dim;
     int32_t clean = 1;
     memset(scale, 0, 8 * (size_t)dim);
     for (int32_t j = 0; j < n; j += 2, to += 4 * (int64_t)dim)
         for (int32_t d = 0; d < dim; d += 32) {
-            const uint8_t *v = from + j * stride + d / 32 * RA__Q8_BYTES, *w = v + stride;
-            __m512i a = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(v + 2))), b = a;
+            const uint8_t *v = from + j * stride + d / 32 * bytes, *w = v + stride;
+            __m512i a = ra__q8_widen(v, dtype), b = a;
             scale[2 * d + j] = ra__q8_scale(v);
-            ra__prefetch((uintptr_t)v + (uintptr_t)(8 * stride), RA__Q8_BYTES);
-            ra__prefetch((uintptr_t)v + (uintptr_t)(9 * stride), RA__Q8_BYTES);
+            ra__prefetch((uintptr_t)v + (uintptr_t)(8 * stride), bytes);
+            ra__prefetch((uintptr_t)v + (uintptr_t)(9 * stride), bytes);
             if (j + 1 < n) {
-                b = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(w + 2)));
+                b = ra__q8_widen(w, dtype);
                 scale[2 * d + j + 1] = ra__q8_scale(w);
             }
             ra__bf_store_pairs(to + 4 * d, a, b, 0);
@@ -8604,11 +8744,12 @@ RA__Q8_STATIC void ra__prepare_q8(ra__keys *keys, const ra_desc *d, const ra__ke
                                   int32_t partial) {
     (void)partial;
     if (d->v_in_k) {
-        keys->v = keys->k + d->v_column / 32 * RA__Q8_BYTES;
+        keys->v = keys->k + ra__row_bytes(d->k_dtype, d->v_column);
         keys->v_stride = keys->k_stride;
     }
-    ra__q8_pack_k(store->k, keys->k, keys->k_stride, keys->n, d->k_dim);
-    keys->v_clean = ra__q8_pack_v(store->v, keys->v, keys->v_stride, keys->n, d->v_dim);
+    ra__q8_pack_k(store->k, keys->k, keys->k_stride, keys->n, d->k_dim, d->k_dtype);
+    keys->v_clean = ra__q8_pack_v(store->v, keys->v, keys->v_stride, keys->n, d->v_dim,
+                                  d->v_in_k ? d->k_dtype : d->v_dtype);
     keys->k = store->k;
     keys->k_stride = 2 * d->k_dim + 4 * (d->k_dim / 32);
     keys->v = store->v;
@@ -9487,9 +9628,10 @@ RA__INLINE int ra__kv_are(const ra_desc *d, int32_t dtype) {
     return d->k_dtype == dtype && (d->v_in_k || d->v_dtype == dtype);
 }
 
-/* 1 if K and V in q8_0 are multiplied as integers. */
+/* 1 if K and V, in q8_0 or q4_0, are multiplied as integers. */
 RA__INLINE int ra__multiplies_int8(const ra_desc *d) {
-    return ra__kv_are(d, RA_Q8_0) && d->isa >= RA_ISA_AVX512_BF16 && d->isa <= RA_ISA_AMX &&
+    return ra__has_scales(d->k_dtype) && (d->v_in_k || ra__has_scales(d->v_dtype)) &&
+           d->isa >= RA_ISA_AVX512_BF16 && d->isa <= RA_ISA_AMX &&
            (ra__isa_detect() & (uint32_t)RA__INT8_FAST);
 }
 
@@ -11139,10 +11281,10 @@ RA__INLINE void ra__constant(ra__checks *x, const char *field, int32_t value, in
 
 /* The same for a dtype. The sentence names those of this library, because engines have others. */
 RA__INLINE void ra__dtype(ra__checks *x, const char *field, int32_t value, int low) {
-    if (x->status || (value >= low && value <= RA_Q8_0)) return;
+    if (x->status || (value >= low && value <= RA_Q4_0)) return;
     x->status = ra__refuse(x->e, value ? RA_E_ENUM : RA_E_UNSET, field,
-                           "must be RA_F32, RA_F16, RA_BF16 or, for K and V, RA_Q8_0, not #",
-                           value);
+                           "must be RA_F32, RA_F16, RA_BF16 or, for K and V, RA_Q8_0 or RA_Q4_0, "
+                           "not #", value);
 }
 
 static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
@@ -11250,21 +11392,26 @@ static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
     return ra__check_rates(&d->rates, e);
 }
 
-/* RA_Q8_0 has blocks of 32 elements and is for K and V only. */
+/* RA_Q8_0 and RA_Q4_0 have blocks of 32 elements and are for K and V only. */
 static ra_status ra__check_blocks(const ra_desc *d, ra_error *e) {
-    const int k = d->k_dtype == RA_Q8_0, v = d->v_in_k ? k : d->v_dtype == RA_Q8_0;
+    const int32_t v_dtype = d->v_in_k ? d->k_dtype : d->v_dtype;
+    const int k = ra__has_scales(d->k_dtype), v = ra__has_scales(v_dtype);
     const int32_t dims[3] = { k ? d->k_dim : 0, v ? d->v_dim : 0, v ? d->v_column : 0 };
     static const char *const name[3] = { "k_dim", "v_dim", "v_column" };
-    if (d->q_dtype == RA_Q8_0 || d->o_dtype == RA_Q8_0)
-        return ra__refuse(e, RA_E_UNSUPPORTED, d->q_dtype == RA_Q8_0 ? "q_dtype" : "o_dtype",
-                          "is RA_#, which is for K and V only", RA_Q8_0);
+    if (ra__has_scales(d->q_dtype))
+        return ra__refuse(e, RA_E_UNSUPPORTED, "q_dtype", "is RA_#, which is for K and V only",
+                          d->q_dtype);
+    if (ra__has_scales(d->o_dtype))
+        return ra__refuse(e, RA_E_UNSUPPORTED, "o_dtype", "is RA_#, which is for K and V only",
+                          d->o_dtype);
     if (d->train && (k || v))
         return ra__refuse(e, RA_E_UNSUPPORTED, k ? "k_dtype" : "v_dtype",
-                          "is RA_#, which has no gradients", RA_Q8_0);
+                          "is RA_#, which has no gradients", k ? d->k_dtype : v_dtype);
     for (int i = 0; i < 3; i++)
         if (dims[i] % 32)
-            return ra__refuse(e, i < 2 ? RA_E_SHAPE : RA_E_ALIGN, name[i],
-                              "# is not a multiple of 32, as RA_Q8_0 needs", dims[i]);
+            return ra__refuse_pair(e, i < 2 ? RA_E_SHAPE : RA_E_ALIGN, name[i],
+                                   "# is not a multiple of 32, as RA_@ needs", dims[i],
+                                   i ? v_dtype : d->k_dtype);
     return RA_OK;
 }
 

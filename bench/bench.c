@@ -113,7 +113,7 @@ static double now_s(void) {
 static int bf16_isa(int32_t isa) { return isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX; }
 
 static const char *dtype_text(int32_t dtype) {
-    static const char *const text[] = { "", "f32", "f16", "bf16", "q8_0" };
+    static const char *const text[] = { "", "f32", "f16", "bf16", "q8_0", "q4_0" };
     return text[dtype];
 }
 
@@ -251,14 +251,15 @@ static float random_unit(uint32_t *state) {
 
 /* Bytes of n elements. */
 static int64_t row_bytes(int32_t dtype, int64_t n) {
-    return dtype == RA_Q8_0 ? n / 32 * 34 : n * (dtype == RA_F32 ? 4 : 2);
+    if (dtype >= RA_Q8_0) return n / 32 * (dtype == RA_Q8_0 ? 34 : 18);
+    return n * (dtype == RA_F32 ? 4 : 2);
 }
 
 /* n random elements; 16-bit ones are truncated. */
 static void *map_random(int64_t n, int32_t dtype, uint32_t seed) {
     uint32_t state = seed * 2654435761u + 1;       /* odd, hence not 0 */
     uint16_t *narrow;
-    if (dtype == RA_Q8_0) {
+    if (dtype >= RA_Q8_0) {
         void *x = map((size_t)row_bytes(dtype, n));
         ra_convert(x, dtype, map_random(n, RA_F32, seed), RA_F32, n);
         return x;
@@ -296,7 +297,7 @@ typedef struct load {
 typedef struct data { void *q, *k, *v, *o; int64_t kv_bytes; } data;
 
 static int32_t q_dtype(const row *r) {
-    return r->dtype == RA_Q8_0 || r->f32_queries ? RA_F32 : r->dtype;
+    return r->dtype >= RA_Q8_0 || r->f32_queries ? RA_F32 : r->dtype;
 }
 
 static int v_in_k(const row *r) { return r->kv_heads == 1 && r->v_dim < r->dim; }
@@ -917,7 +918,7 @@ static int trial_good(const row *r, const trial *t) {
 
 /* The dtype whose products the kernel consists of. Those of 16-bit integers are as fast as bf16. */
 static int32_t products_of(const row *r) {
-    const int int16 = r->dtype == RA_Q8_0 && r->isa == RA_ISA_AVX512_BF16;
+    const int int16 = r->dtype >= RA_Q8_0 && r->isa == RA_ISA_AVX512_BF16;
     return r->kind == ARITH || int16 ? RA_BF16 : r->dtype;
 }
 
@@ -1002,12 +1003,14 @@ static void add_storage(int large) {
         add_squares(isas[i], RA_BF16, isas[i] == RA_ISA_SCALAR ? 1024 : 4096);
     }
     add_squares(best_f32(), RA_Q8_0, 4096);
-    if (bf16_isa(ra_isa_best())) add_squares(ra_isa_best(), RA_Q8_0, 4096);
+    add_squares(best_f32(), RA_Q4_0, 4096);
+    for (int32_t dtype = RA_Q8_0; dtype <= RA_Q4_0 && bf16_isa(ra_isa_best()); dtype++)
+        add_squares(ra_isa_best(), dtype, 4096);
 }
 
 /* Products in 16 bits by request, of every dtype of keys. */
 static void add_arith(int32_t isa) {
-    for (int32_t dtype = RA_F32; dtype <= RA_Q8_0; dtype++)
+    for (int32_t dtype = RA_F32; dtype <= RA_Q4_0; dtype++)
         for (int i = 0; i < 4; i++) {
             row r = row_make(ARITH, isa, dtype, i % 2 ? RA_MASK_CAUSAL : RA_MASK_NONE,
                              i < 2 ? 64 : 128, 4096);
@@ -1081,7 +1084,7 @@ static row cache_row(int32_t kind, int32_t isa, int32_t dtype, int64_t tokens) {
 }
 
 static void add_decode(void) {
-    for (int32_t dtype = RA_F32; dtype <= RA_Q8_0; dtype++) {
+    for (int32_t dtype = RA_F32; dtype <= RA_Q4_0; dtype++) {
         for (int32_t threads = 1; threads <= 2; threads++) {
             row r = cache_row(DECODE, dtype >= RA_BF16 ? ra_isa_best() : best_f32(), dtype, 1);
             r.threads = threads;
@@ -1857,9 +1860,11 @@ static void square_tables(FILE *f) {
     square_line(f, "f16 in memory", FORWARD, f32, RA_F16);
     square_line(f, "bf16 in memory", FORWARD, f32, RA_BF16);
     square_line(f, "q8_0 in memory", FORWARD, f32, RA_Q8_0);
+    square_line(f, "q4_0 in memory", FORWARD, f32, RA_Q4_0);
     if (bf16_isa(best)) square_line(f, "q8_0 by integers", FORWARD, best, RA_Q8_0);
+    if (bf16_isa(best)) square_line(f, "q4_0 by integers", FORWARD, best, RA_Q4_0);
     if (bf16_isa(best)) square_line(f, "bf16 products", FORWARD, best, RA_BF16);
-    for (int32_t dtype = RA_F32; dtype <= RA_Q8_0 && bf16_isa(best); dtype++) {
+    for (int32_t dtype = RA_F32; dtype <= RA_Q4_0 && bf16_isa(best); dtype++) {
         char name[48];
         snprintf(name, sizeof name, "RA_ARITH_BF16, f32 over %s", dtype_text(dtype));
         square_line(f, name, ARITH, best, dtype);
@@ -1874,7 +1879,7 @@ static void decode_tables(FILE *f) {
     table_head(f, "Decoding one token over 32768 keys, 32/8 heads, D 128: GB/s of keys and values "
                "(of a loop that only reads them)",
                "ms, one thread | one thread | heads apart | two threads | heads apart");
-    for (int32_t dtype = RA_F32; dtype <= RA_Q8_0; dtype++) {
+    for (int32_t dtype = RA_F32; dtype <= RA_Q4_0; dtype++) {
         row r = cache_row(DECODE, dtype >= RA_BF16 ? ra_isa_best() : best_f32(), dtype, 1);
         const result *x = result_of(&r);
         fprintf(f, "| %s |", dtype_text(dtype));

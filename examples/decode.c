@@ -98,5 +98,6 @@ int main(void) {
     fill(&v[0][0][0], sizeof v / sizeof(float), 3);
     if (run("f32", RA_F32, DIM * 4) != RA_OK) return 1;
     if (run("f16", RA_F16, DIM * 2) != RA_OK) return 1;
-    return run("q8_0", RA_Q8_0, DIM / 32 * 34) != RA_OK;
+    if (run("q8_0", RA_Q8_0, DIM / 32 * 34) != RA_OK) return 1;
+    return run("q4_0", RA_Q4_0, DIM / 32 * 18) != RA_OK;
 }

@@ -46,7 +46,7 @@ static const char usage[] =
     "                    for every number of ranks with the same lanes\n"
     "  --threads T       threads of all ranks together, of this process with --at and mpirun (as\n"
     "                    many as it has processors)\n"
-    "  --cache TYPE      of the cache: f32, f16, bf16 or q8_0 (f16)\n"
+    "  --cache TYPE      of the cache: f32, f16, bf16, q8_0 or q4_0 (f16)\n"
     "  --context N       positions of the cache (as many as are needed)\n"
     "  --chunk N         tokens of the prompt per call (16 per lane)\n"
     "  --integers        decode weights in q8_0 by integers: faster, logits off by up to 1e-3\n"
@@ -143,13 +143,13 @@ static int fraction(const char *name, const char *s, double most, float *out) {
 }
 
 static int cache_type(const char *s, int32_t *out) {
-    static const char *const names[] = { "f32", "f16", "bf16", "q8_0" };
-    for (int32_t i = 0; s && i < 4; i++) {
+    static const char *const names[] = { "f32", "f16", "bf16", "q8_0", "q4_0" };
+    for (int32_t i = 0; s && i < 5; i++) {
         if (strcmp(s, names[i])) continue;
         *out = RA_F32 + i;
         return 1;
     }
-    return refuse("--cache", "f32, f16, bf16 or q8_0");
+    return refuse("--cache", "f32, f16, bf16, q8_0 or q4_0");
 }
 
 static int text_ends(void *user, const int32_t *tokens, int64_t from, int64_t count) {

@@ -14,7 +14,7 @@ typedef struct truth {
                                         * explains, of O (of L where V is below 1) */
     double *rough;                     /* [B][q_max][Hq][Dv] bf16 problems: error of O that rounding
                                         * the weights to bf16, each by 2^-8 of it, can make */
-    double *coarse;                    /* [B][q_max][Hq] problems in q8_0: error of O and L that 16
+    double *coarse;                    /* [B][q_max][Hq] q8_0 or q4_0: error of O and L that 16
                                         * bits for q and for the weights explain */
 } truth;
 
@@ -124,8 +124,8 @@ static H_FAST int is_bf16(const problem *p) {
            (p->v_in_k || p->v_dtype == RA_BF16);
 }
 
-static H_FAST int is_q8_0(const problem *p) {
-    return p->k_dtype == RA_Q8_0 && (p->v_in_k || p->v_dtype == RA_Q8_0);
+static H_FAST int is_scaled(const problem *p) {
+    return has_scales(p->k_dtype) && (p->v_in_k || has_scales(p->v_dtype));
 }
 
 /* One row: keys [n] are the visible ones; s, size [n] is scratch. */
@@ -147,7 +147,7 @@ static H_FAST void oracle_row(const problem *p, const truth *t, int b, int64_t i
         double w = exp(s[j] - top);
         sum += w;
         slack += w * size[j];
-        if (is_q8_0(p)) {
+        if (is_scaled(p)) {
             const float *q = q_row(p, b, i, head);
             const float *k = k_row(p, b, keys[j], head / (p->Hq / p->Hkv));
             double length = sqrt(dot_product(q, q, p->Dk) * dot_product(k, k, p->Dk));

@@ -584,7 +584,7 @@ static inline void describe_mask(const ra_mask *m) {
 
 static inline void describe_case(const problem *p, const setup *s) {
     static const char *const wires[4] = { "shared", "post", "sendrecv", "null" };
-    static const char dtypes[] = "?fhbq";
+    static const char dtypes[] = "?fhbq4";
     static const char *const calls[5] = { "attend", "forward", "step", "join", "attention" };
     static const char *const kinds[6] = { "unset", "contiguous", "zigzag", "striped", "runs",
                                           "array" };

@@ -1216,15 +1216,16 @@ TEST(figures_saturate) {
 }
 
 /* The lines that decoding prefetches are those of a later stretch of 16 or 32 keys, each once: of
- * adjacent heads, of one head, with and without gaps, of rows that are not whole lines (q8_0). */
+ * adjacent heads, of one head, with and without gaps, of rows that are not whole lines (q8_0,
+ * q4_0). */
 TEST(prefetched_lines_are_those_of_a_stretch) {
-    static const int64_t bytes[4] = { 512, 256, 136, 34 };
+    static const int64_t bytes[5] = { 512, 256, 136, 34, 18 };
     static char seen[1 << 16];
     int64_t far, lines, token, all;
-    for (int64_t i = 0; i < 2 * 4 * 4 * 3; i++) {
+    for (int64_t i = 0; i < 2 * 5 * 4 * 3; i++) {
         int64_t left = i;
         const int32_t most = 16 << h_pick(&left, 2);
-        const int64_t row = bytes[h_pick(&left, 4)];
+        const int64_t row = bytes[h_pick(&left, 5)];
         const int32_t heads = 1 << h_pick(&left, 4);
         const uintptr_t base = (uintptr_t)1 << 20;
         ra__view kv[2];

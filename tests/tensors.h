@@ -18,10 +18,14 @@ enum { STRIDES_PACKED, STRIDES_PADDED, STRIDES_INTERLEAVED, STRIDES_PERMUTED, ST
 /* -------------------------------------------------------------------------- number formats */
 static H_FAST int element_bytes(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
 
-/* In problems q8_0 has one scale, 1/32, so that the rounding of a number depends only on itself. */
-enum { Q8_SCALE = 32, Q8_SCALE_BITS = 0x2800, Q8_NAN_BITS = 0x7e00 };
+/* In problems q8_0 has one scale, 1/32, and q4_0 has 1/2 and -1/2, so that the rounding of a number
+ * depends only on itself. */
+enum { Q8_SCALE = 32, Q8_SCALE_BITS = 0x2800, Q4_SCALE = 2, Q4_SCALE_BITS = 0x3800,
+       NAN_SCALE_BITS = 0x7e00 };
+static H_FAST int has_scales(int32_t dtype) { return dtype == RA_Q8_0 || dtype == RA_Q4_0; }
 static H_FAST int64_t row_bytes(int32_t dtype, int64_t dim) {
-    return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * element_bytes(dtype);
+    return dtype == RA_Q8_0 ? dim / 32 * 34 : dtype == RA_Q4_0 ? dim / 32 * 18
+                                                              : dim * element_bytes(dtype);
 }
 
 /* The distance of neighbouring numbers of a 16-bit dtype around x. */
@@ -38,6 +42,10 @@ static H_FAST float dtype_round(float x, int32_t dtype) {
     if (dtype == RA_Q8_0) {
         r = nearbyint((double)x * Q8_SCALE);
         return (float)((r > 127 ? 127 : r < -127 ? -127 : r) / Q8_SCALE);
+    }
+    if (dtype == RA_Q4_0) {
+        r = nearbyint((double)x * Q4_SCALE);
+        return (float)((r > 7 ? 7 : r < -7 ? -7 : r) / Q4_SCALE);
     }
     ulp = dtype_ulp((double)x, dtype);
     r = nearbyint((double)x / ulp) * ulp;
@@ -64,14 +72,20 @@ static H_FAST void dtype_store(void *dst, float x, int32_t dtype) {
     memcpy(dst, &w, 2);
 }
 
-/* Element d of a row; a NaN makes the scale of a block of q8_0 one. */
+/* Element d of a row, in order; a NaN makes the scale of a block one. In q4_0 the scale is negative
+ * if the first element is positive. */
 static H_FAST void row_store(uint8_t *row, int d, float x, int32_t dtype) {
-    uint8_t *block = row + d / 32 * 34;
-    uint16_t scale = Q8_SCALE_BITS, bad = Q8_NAN_BITS;
-    if (dtype != RA_Q8_0) { dtype_store(row + d * element_bytes(dtype), x, dtype); return; }
-    if (d % 32 == 0) memcpy(block, &scale, 2);
+    uint8_t *block = row + d / 32 * row_bytes(dtype, 32);
+    uint16_t scale = dtype == RA_Q8_0 ? Q8_SCALE_BITS : Q4_SCALE_BITS, bad = NAN_SCALE_BITS;
+    int n, i = d % 32;
+    if (!has_scales(dtype)) { dtype_store(row + d * element_bytes(dtype), x, dtype); return; }
+    if (dtype == RA_Q4_0 && x > 0) scale |= 0x8000u;
+    if (i == 0) memcpy(block, &scale, 2);
     if (x != x) memcpy(block, &bad, 2);
-    block[2 + d % 32] = x == x ? (uint8_t)(int8_t)(x * Q8_SCALE) : 0;
+    n = x != x ? 0 : (int)(x * (dtype == RA_Q8_0 ? Q8_SCALE : Q4_SCALE));
+    if (dtype == RA_Q8_0) { block[2 + i] = (uint8_t)(int8_t)n; return; }
+    n = 8 + (block[1] & 0x80 ? -n : n);
+    block[2 + i % 16] = (uint8_t)(i < 16 ? n : (block[2 + i % 16] & 15) | n << 4);
 }
 
 static H_FAST float dtype_load(const void *src, int32_t dtype) {

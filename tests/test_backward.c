@@ -519,7 +519,7 @@ TEST(huge_bias) {
 
 /* A call with factors per head, forward and then backward: their outputs in `out`. hide: the bias
  * of hidden keys. i selects the case; of a row without keys O is 0, its LSE -inf. */
-enum { HIDE_D = 64, HIDE_KEYS = 150, HIDE_HEADS = 4, HIDE_ROWS = 70, HIDE_CASES = 3 * 3 * 4,
+enum { HIDE_D = 64, HIDE_KEYS = 150, HIDE_HEADS = 4, HIDE_ROWS = 70, HIDE_CASES = 3 * 3 * 5,
        HIDE_ALL = HIDE_HEADS * HIDE_ROWS * HIDE_KEYS };
 typedef struct hide_out {
     float o[HIDE_ROWS][HIDE_HEADS][HIDE_D], lse[HIDE_ROWS][HIDE_HEADS];
@@ -534,8 +534,8 @@ static void hide_run(int64_t i, int32_t isa, float hide, hide_out *out) {
     static uint8_t q[sizeof x], k[sizeof x], bias[2 * sizeof wide], work[1 << 21];
     h_rng r = h_case_rng(i);
     const int32_t rows = tokens[h_pick(&i, 3)], which = h_pick(&i, 3);
-    const int32_t dtype = RA_F32 + h_pick(&i, 4), per_row = which < 2;
-    const int32_t asks = dtype == RA_Q8_0 ? RA_F32 : dtype, step = h_one_in(&r, 2) ? 2 : 1;
+    const int32_t dtype = RA_F32 + h_pick(&i, 5), per_row = which < 2;
+    const int32_t asks = has_scales(dtype) ? RA_F32 : dtype, step = h_one_in(&r, 2) ? 2 : 1;
     const int32_t size = dtype == RA_BF16 ? 2 : 4;
     ra_desc d = ra_desc_make(HIDE_HEADS, 2, HIDE_D, dtype, per_row ? RA_MASK_NONE : RA_MASK_CAUSAL);
     ra_tensors t = { 0 };
@@ -544,7 +544,7 @@ static void hide_run(int64_t i, int32_t isa, float hide, hide_out *out) {
     d.tokens = rows;
     d.kv_tokens = HIDE_KEYS;
     d.scores = RA_SCORE_BIAS | RA_SCORE_FACTORS;
-    d.train = dtype != RA_Q8_0 && (rows > 1 || h_one_in(&r, 2));
+    d.train = !has_scales(dtype) && (rows > 1 || h_one_in(&r, 2));
     d.isa = isa;
     for (size_t j = 0; j < sizeof x / sizeof *x; j++) x[j] = h_normal(&r);
     CHECK_EQ(ra_convert(q, asks, x, RA_F32, rows * HIDE_HEADS * HIDE_D), RA_OK);

@@ -142,20 +142,20 @@ static void round_inputs(problem *p) {
 /* Numbers of every magnitude in some keys, as large as the dtype has them. */
 static void stretch_keys(problem *p, h_rng *r) {
     const float most = p->k_dtype == RA_F16 ? 65504 : 1e20f;
-    for (int n = 0; n < 5 && p->k_dtype != RA_Q8_0; n++) {
+    for (int n = 0; n < 5 && !has_scales(p->k_dtype); n++) {
         float *x = p->k + h_range(r, 0, p->B * p->k_max * p->Hkv - 1) * p->Dk;
         x[h_range(r, 0, p->Dk - 1)] = n % 2 ? -most : most;
         x[h_range(r, 0, p->Dk - 1)] = dtype_round(1e-5f, p->k_dtype);
     }
 }
 
-/* Of q, k and v a mix of dtypes; those of q8_0 have no gradients. */
+/* Of q, k and v a mix of dtypes; those of q8_0 and q4_0 have no gradients. */
 static void mixed_dtypes(problem *p, setup *s, h_rng *r) {
     const int32_t o = (int32_t)h_range(r, RA_F32, RA_BF16);
-    const int most = p->Dk % 32 || p->Dv % 32 || p->v_column % 32 ? RA_BF16 : RA_Q8_0;
+    const int most = p->Dk % 32 || p->Dv % 32 || p->v_column % 32 ? RA_BF16 : RA_Q4_0;
     problem_dtypes(p, (int32_t)h_range(r, RA_F32, RA_BF16), (int32_t)h_range(r, RA_F32, most),
                    (int32_t)h_range(r, RA_F32, most), o);
-    s->train = p->k_dtype != RA_Q8_0 && p->v_dtype != RA_Q8_0 && h_one_in(r, 2);
+    s->train = !has_scales(p->k_dtype) && !has_scales(p->v_dtype) && h_one_in(r, 2);
 }
 
 /* With RA_ARITH_BF16 every number of o, LSE and the gradients has the bits that inputs rounded to

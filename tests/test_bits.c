@@ -282,7 +282,8 @@ static void same_fill(h_rng *r, void *to, int32_t dtype, int64_t n) {
 }
 
 static int64_t same_bytes(int32_t dtype, int64_t n) {
-    return dtype == RA_Q8_0 ? n / 32 * 34 : dtype == RA_F32 ? 4 * n : 2 * n;
+    if (dtype >= RA_Q8_0) return n / 32 * (dtype == RA_Q8_0 ? 34 : 18);
+    return dtype == RA_F32 ? 4 * n : 2 * n;
 }
 
 static void same_mask(many_rows *m, h_rng *r) {
@@ -377,8 +378,8 @@ static void same_random(many_rows *m, h_rng *r, int32_t isa) {
     d->q_heads = d->kv_heads * groups[h_range(r, 0, 7)];
     d->k_dim = dims[h_range(r, 0, 3)];
     d->v_dim = h_one_in(r, 2) ? d->k_dim : dims[h_range(r, 0, 3)];
-    d->k_dtype = (int32_t)h_range(r, RA_F32, RA_Q8_0);
-    d->v_dtype = h_one_in(r, 3) ? (int32_t)h_range(r, RA_F32, RA_Q8_0) : d->k_dtype;
+    d->k_dtype = (int32_t)h_range(r, RA_F32, RA_Q4_0);
+    d->v_dtype = h_one_in(r, 3) ? (int32_t)h_range(r, RA_F32, RA_Q4_0) : d->k_dtype;
     d->q_dtype = h_one_in(r, 2) && d->k_dtype == RA_BF16 ? RA_BF16
                                                          : (int32_t)h_range(r, RA_F32, RA_BF16);
     d->o_dtype = (int32_t)h_range(r, RA_F32, RA_BF16);

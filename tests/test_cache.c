@@ -40,7 +40,8 @@ typedef struct run { const script *s; outcome *out; int32_t ranks; ra_status end
 static int64_t q_size(const script *s) { return s->d.sequences * s->d.kv_tokens * s->d.q_heads; }
 
 static int64_t row_bytes(int32_t dtype, int64_t dim) {
-    return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * (dtype == RA_F32 ? 4 : 2);
+    if (dtype >= RA_Q8_0) return dim / 32 * (dtype == RA_Q8_0 ? 34 : 18);
+    return dim * (dtype == RA_F32 ? 4 : 2);
 }
 
 static void *need(size_t bytes) {
@@ -416,7 +417,7 @@ static void plain_row(const script *s, int32_t b, int64_t p, int32_t h, int64_t 
 static int integers(const script *s, int32_t i, int32_t b) {
     const int32_t isa = s->d.isa ? s->d.isa : ra_isa_best();
     const int64_t pairs = s->fresh[i][b] * s->d.q_heads / s->d.kv_heads;
-    return s->d.k_dtype == RA_Q8_0 && (s->d.v_in_k || s->d.v_dtype == RA_Q8_0) &&
+    return s->d.k_dtype >= RA_Q8_0 && (s->d.v_in_k || s->d.v_dtype >= RA_Q8_0) &&
            (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX) &&
            (s->d.form == RA_FORM_SAME || pairs <= 16);
 }
@@ -480,8 +481,8 @@ static script script_new(int32_t hq, int32_t hkv, int32_t dim, int32_t dtype, in
 
 /* Case i: GQA or MHA, two dims, every dtype of the cache, 1 to 3 sequences. */
 static script script_case(int64_t i) {
-    static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
-    script s = script_new(i % 3 ? 4 : 6, i % 3 ? 2 : 6, i % 2 ? 64 : 32, dtype[i % 4], 700);
+    static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0, RA_Q4_0 };
+    script s = script_new(i % 3 ? 4 : 6, i % 3 ? 2 : 6, i % 2 ? 64 : 32, dtype[i % 5], 700);
     s.d.sequences = 1 + (int32_t)(i % 3);
     return s;
 }
@@ -597,12 +598,12 @@ TEST(unlike_dtypes) {
 TEST(all_queries) {
     static const int32_t ranks[] = { 2, 3, 4, 8 };
     for (int64_t i = 0; i < 8; i++) {
-        static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
+        static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0, RA_Q4_0 };
         h_rng r = h_case_rng(i);
         script s;
         outcome one, many;
         if (!h_case(i)) continue;
-        s = script_new(8, i % 2 ? 8 : 2, 32, dtype[i % 4], 300);
+        s = script_new(8, i % 2 ? 8 : 2, 32, dtype[i % 5], 300);
         s.d.sequences = 2 + (int32_t)(i % 3);
         s.d.tokens = i % 4 == 1 ? 60 : 3;
         s.cd.queries = RA_QUERIES_ALL;
@@ -769,19 +770,19 @@ TEST(shared_prefixes) {
         { .name = "f16, two lanes" },
         { .name = "bf16 queries", .q_dtype = RA_BF16 },
         { .name = "window, q8_0", .window = 1300 },
-        { .name = "window, kept tokens", .window = 900, .keep = 5 },
-        { .name = "ALiBi, f16", .scores = RA_SCORE_ALIBI },
-        { .name = "all queries, bf16", .queries = RA_QUERIES_ALL, .q_dtype = RA_BF16 },
-        { .name = "no mask, q8_0", .mask = RA_MASK_NONE },
+        { .name = "window, kept tokens, q4_0", .window = 900, .keep = 5 },
+        { .name = "ALiBi, f32", .scores = RA_SCORE_ALIBI },
+        { .name = "all queries, f16", .queries = RA_QUERIES_ALL, .q_dtype = RA_BF16 },
+        { .name = "no mask, bf16", .mask = RA_MASK_NONE },
     };
     for (int64_t i = 0; i < CASES; i++) {
-        static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
+        static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0, RA_Q4_0 };
         h_rng r = h_case_rng(i);
         script s;
         outcome plain, shared;
         int64_t at[MAX_B], row;
         if (!h_case(i) || !h_variant(i % 4, (int)(i / 4))) continue;
-        s = script_new(i % 2 ? 4 : 2, i % 2 ? 1 : 2, 32, dtype[i % 4], i ? 3000 : 5600);
+        s = script_new(i % 2 ? 4 : 2, i % 2 ? 1 : 2, 32, dtype[i % 5], i ? 3000 : 5600);
         s.d.sequences = 4;
         s.d.tokens = s.d.kv_tokens - 50;
         s.cd.lanes = 1 + (int32_t)(i % 2);
@@ -923,7 +924,7 @@ static void twice_data(twice *x, h_rng *r) {
 }
 
 static void twice_make(twice *x, h_rng *r) {
-    static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
+    static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0, RA_Q4_0 };
     int32_t used[240] = { 0 };
     const int64_t keys = 1 + h_below(r, 900), fresh = h_below(r, 2) ? 1 : 1 + h_below(r, 80);
     ra_pages *p = &x->t[1].pages;
@@ -932,7 +933,7 @@ static void twice_make(twice *x, h_rng *r) {
     x->page = 16 * (1 + h_below(r, 5));
     x->threads = 1 + h_below(r, 2);
     x->d.sequences = 1 + h_below(r, 2);
-    x->d.k_dtype = x->d.v_dtype = dtype[h_below(r, 4)];
+    x->d.k_dtype = x->d.v_dtype = dtype[h_below(r, 5)];
     if (x->d.k_dtype == RA_BF16) x->d.q_dtype = RA_BF16;
     x->d.v_in_k = h_one_in(r, 6);
     if (x->d.v_in_k) { x->d.v_dim = 32; x->d.v_dtype = 0; }

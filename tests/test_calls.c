@@ -422,9 +422,10 @@ static void fit_shapes(fit *x, int32_t dims) {
 }
 
 TEST(rows_that_fit_the_stack) {
-    static const int32_t dtypes[5][2] = { { RA_F32, RA_F32 }, { RA_F16, RA_F16 },
+    static const int32_t dtypes[7][2] = { { RA_F32, RA_F32 }, { RA_F16, RA_F16 },
                                           { RA_Q8_0, RA_Q8_0 }, { RA_F32, RA_Q8_0 },
-                                          { RA_BF16, RA_F32 } };
+                                          { RA_BF16, RA_F32 }, { RA_Q4_0, RA_Q4_0 },
+                                          { RA_F16, RA_Q4_0 } };
     static const int32_t table[2] = { 1, 0 };
     static uint8_t room[2 * FIT_ROWS * 2 * FIT_DIMS * 4];
     static float q[2 * FIT_ROWS * 2 * FIT_DIMS], o[2 * 2 * FIT_ROWS * 2 * FIT_DIMS];
@@ -432,7 +433,7 @@ TEST(rows_that_fit_the_stack) {
     h_rng r = h_case_rng(0);
     for (size_t i = 0; i < sizeof room; i++) room[i] = (uint8_t)h_range(&r, 0x38, 0x3c);
     for (size_t i = 0; i < sizeof q / sizeof *q; i++) q[i] = h_normal(&r) / 16;
-    for (int i = 0; i < 5 * 3; i++) for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) {
+    for (int i = 0; i < 7 * 3; i++) for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) {
         fit x;
         if (!ra_isa_available(isa)) continue;
         memset(&x, 0, sizeof x);

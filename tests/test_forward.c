@@ -846,16 +846,19 @@ TEST(attention_workspace) {
     CHECK_EQ(ra_attention_bytes(&d, 1), 0);
 }
 
-/* Gives K or V or both of some problems in q8_0. */
-static void random_q8_0(problem *p, h_rng *r) {
+static int32_t random_scaled(h_rng *r) { return h_one_in(r, 2) ? RA_Q8_0 : RA_Q4_0; }
+
+/* Gives K or V or both of some problems in q8_0 or q4_0. */
+static void some_scaled(problem *p, h_rng *r) {
     int which = (int)h_range(r, 0, 8);
     if (which >= 4 || which == 0) return;
-    if (which & 1) { p->k_dtype = RA_Q8_0; p->Dk = (p->Dk + 31) / 32 * 32; }
-    if (which & 2) { p->v_dtype = RA_Q8_0; p->Dv = (p->Dv + 31) / 32 * 32; }
+    if (which & 1) { p->k_dtype = random_scaled(r); p->Dk = (p->Dk + 31) / 32 * 32; }
+    if (which & 2) { p->v_dtype = random_scaled(r); p->Dv = (p->Dv + 31) / 32 * 32; }
 }
 
-/* Every layout, transport and kind of call, with K and V in q8_0, also with V a part of K. */
-TEST(q8_0_everywhere) {
+/* Every layout, transport and kind of call, with K and V in q8_0 and q4_0, also with V a part of
+ * K. */
+TEST(scales_everywhere) {
     wish w = { ANY, L_CONTIGUOUS, ANY, ANY, 2e6 };
     for (int64_t i = 0; i < (h_run.large ? 1000 : 40); i++) {
         h_rng r = h_case_rng(i);
@@ -869,8 +872,9 @@ TEST(q8_0_everywhere) {
         p.Dv = p.v_in_k ? p.Dk : 32 * (int32_t)h_range(&r, 1, 4);
         if (p.v_in_k) p.Dv = 32 * (int32_t)h_range(&r, 1, p.Dk / 32);
         p.v_column = p.v_in_k ? (p.Dk - p.Dv) / 2 / 32 * 32 : 0;
-        p.k_dtype = p.v_dtype = RA_Q8_0;
+        p.k_dtype = p.v_dtype = i / 4 % 2 ? RA_Q4_0 : RA_Q8_0;
         if (!p.v_in_k && i % 4 == 1) p.v_dtype = RA_F16;
+        if (!p.v_in_k && i % 4 == 2) p.v_dtype = random_scaled(&r);
         problem_data(&p, &r);
         compare(&p, &s);
         setup_free(&s);
@@ -878,18 +882,19 @@ TEST(q8_0_everywhere) {
     }
 }
 
-/* A cache in q8_0 with scales of every kind, and the results for its last rows: one, which are
- * decoded, or many. */
+/* A cache in q8_0 or q4_0, or K in one and V in the other, with scales of every kind, and the
+ * results for its last rows: one, which are decoded, or many. */
 typedef struct q8_case {
-    int32_t q_heads, kv_heads, k_dim, v_dim, keys, rows, row_bytes[2];
+    int32_t q_heads, kv_heads, k_dim, v_dim, keys, rows, dtype[2], row_bytes[2];
     float *q, *o, *lse;
     uint8_t *kv[2];
 } q8_case;
 
 /* Blocks are whole steps of 2^-6, or powers of two up to 2^12 apart; scales are zero, negative or
  * -0; some blocks have only extremes or only zeros. */
-static void q8_fill(uint8_t *block, int64_t n, int wild, h_rng *r) {
-    for (; n > 0; n--, block += 34) {
+static void q8_fill(uint8_t *block, int64_t n, int32_t dtype, int wild, h_rng *r) {
+    const int32_t size = dtype == RA_Q8_0 ? 32 : 16;
+    for (; n > 0; n--, block += 2 + size) {
         const int kind = wild ? (int)h_range(r, 0, 7) : 0;
         float scale = (float)ldexp(1 + (double)h_range(r, 0, 1023) / 1024,
                                    wild ? -(int)h_range(r, 0, 12) : -6);
@@ -899,21 +904,26 @@ static void q8_fill(uint8_t *block, int64_t n, int wild, h_rng *r) {
         CHECK_EQ(ra_convert(&bits, RA_F16, &scale, RA_F32, 1), RA_OK);
         if (kind == 3) bits = 0x8000u;
         memcpy(block, &bits, 2);
-        for (int i = 0; i < 32; i++) {
+        for (int i = 0; i < size; i++) {
             int x = (int)h_range(r, -128, 127);
             if (kind == 4 || kind == 6) x = x & 1 ? 127 : -128;
             if (kind == 5) x = 0;
+            if (dtype == RA_Q4_0 && kind == 4) x = x & 1 ? 0xf0 : 0x0f;
+            if (dtype == RA_Q4_0 && kind == 5) x = 0x88;
             block[2 + i] = (uint8_t)(int8_t)x;
         }
     }
 }
 
-/* Element d of a row, and the scale of its block times 128. */
-static double q8_value(const uint8_t *row, int32_t d, double *most) {
+/* Element d of row j of K (side 0) or V, and the scale of its block times the largest integer. */
+static double q8_value(const q8_case *c, int side, int64_t j, int32_t d, double *most) {
+    const int32_t q8 = c->dtype[side] == RA_Q8_0;
+    const uint8_t *at = c->kv[side] + j * c->row_bytes[side] + d / 32 * (q8 ? 34 : 18);
     float scale;
-    (void)ra_convert(&scale, RA_F32, row + d / 32 * 34, RA_F16, 1);
-    *most = fabs((double)scale) * 128;
-    return (double)scale * (int8_t)row[d / 32 * 34 + 2 + d % 32];
+    (void)ra_convert(&scale, RA_F32, at, RA_F16, 1);
+    *most = fabs((double)scale) * (q8 ? 128 : 8);
+    if (q8) return (double)scale * (int8_t)at[2 + d % 32];
+    return (double)scale * ((at[2 + d % 16] >> d % 32 / 16 * 4 & 15) - 8);
 }
 
 /* Row i of all rows of heads against double precision. step: error of q relative to its largest
@@ -927,10 +937,9 @@ static void q8_check(const q8_case *c, int32_t i, double step) {
     double *off = (double *)calloc((size_t)n, sizeof *off), *w = (double *)calloc((size_t)n, 8);
     const double root = sqrt((double)c->k_dim);
     for (int32_t j = 0; j < n; j++) {
-        const uint8_t *k = c->kv[0] + (j * c->kv_heads + kv_head) * (int64_t)c->row_bytes[0];
         double size = 0, largest = 0;
         for (int32_t d = 0; d < c->k_dim; d++) {
-            const double x = q8_value(k, d, &most);
+            const double x = q8_value(c, 0, j * c->kv_heads + kv_head, d, &most);
             s[j] += (double)q[d] * x / root;
             size += fabs(x) / root;
             if (largest < fabs((double)q[d])) largest = fabs((double)q[d]);
@@ -944,8 +953,7 @@ static void q8_check(const q8_case *c, int32_t i, double step) {
     for (int32_t d = 0; d < c->v_dim; d++) {
         double o = 0, tol = 1e-12, group = 0, scale = 0;
         for (int32_t j = 0; j < n; j++) {
-            const uint8_t *v = c->kv[1] + (j * c->kv_heads + kv_head) * (int64_t)c->row_bytes[1];
-            o += w[j] * q8_value(v, d, &most);
+            o += w[j] * q8_value(c, 1, j * c->kv_heads + kv_head, d, &most);
             tol += w[j] * most * (2 * off[j] + worst + 2e-6);
             if (unit == 16) { group = fmax(group, w[j] * most); scale = 1; }
             else { group = fmax(group, w[j]); scale = fmax(scale, most); }
@@ -969,7 +977,8 @@ static void q8_check(const q8_case *c, int32_t i, double step) {
 static ra_desc q8_desc(const q8_case *c, int32_t isa) {
     ra_desc d = ra_desc_make(c->q_heads, c->kv_heads, c->k_dim, RA_F32, RA_MASK_CAUSAL);
     d.v_dim = c->v_dim;
-    d.k_dtype = d.v_dtype = RA_Q8_0;
+    d.k_dtype = c->dtype[0];
+    d.v_dtype = c->dtype[1];
     d.tokens = c->rows;
     d.q_offset = c->keys - c->rows;
     d.isa = isa;
@@ -1002,8 +1011,8 @@ static void q8_nan(const q8_case *c, int32_t isa, h_rng *r) {
     const int infinite = which == 1 && h_one_in(r, 2);
     const uint16_t nan = (uint16_t)((h_one_in(r, 2) ? 0x7e00u : 0xfe00u) - (infinite ? 0x200u : 0));
     if (which == 2) c->q[(row * c->q_heads + h) * c->k_dim + 32 * b] = (float)NAN;
-    else memcpy(c->kv[which] + (j * c->kv_heads + h / group) * c->row_bytes[which] + 34 * b, &nan,
-                2);
+    else memcpy(c->kv[which] + (j * c->kv_heads + h / group) * c->row_bytes[which] +
+                (c->dtype[which] == RA_Q8_0 ? 34 : 18) * b, &nan, 2);
     q8_run(c, isa);
     for (int32_t i = 0; i < c->rows * c->q_heads * c->v_dim; i++) {
         const int32_t head = i / c->v_dim % c->q_heads, d = i % c->v_dim;
@@ -1015,7 +1024,7 @@ static void q8_nan(const q8_case *c, int32_t isa, h_rng *r) {
     }
 }
 
-TEST(q8_0_scales) {
+TEST(scales) {
     for (int64_t i = 0; i < (h_run.large ? 600 : 40); i++) {
         h_rng r = h_case_rng(i);
         q8_case c;
@@ -1030,10 +1039,12 @@ TEST(q8_0_scales) {
         c.o = (float *)malloc((size_t)(c.rows * c.q_heads * c.v_dim) * 4);
         c.lse = (float *)malloc((size_t)(c.rows * c.q_heads) * 4);
         for (int side = 0; side < 2; side++) {
-            c.row_bytes[side] = (side ? c.v_dim : c.k_dim) / 32 * 34;
+            c.dtype[side] = i % 5 < 2 ? RA_Q8_0 : i % 5 < 4 ? RA_Q4_0 : random_scaled(&r);
+            c.row_bytes[side] = (int32_t)row_bytes(c.dtype[side], side ? c.v_dim : c.k_dim);
             const int64_t rows = (int64_t)c.keys * c.kv_heads;
             c.kv[side] = (uint8_t *)malloc((size_t)(rows * c.row_bytes[side]));
-            q8_fill(c.kv[side], rows * c.row_bytes[side] / 34, side || i % 3 == 0, &r);
+            q8_fill(c.kv[side], rows * (side ? c.v_dim : c.k_dim) / 32, c.dtype[side],
+                    side || i % 3 == 0, &r);
         }
         for (int32_t j = 0; j < c.rows * c.q_heads * c.k_dim; j++)
             c.q[j] = (float)((double)h_normal(&r) * ldexp(1, i % 4 ? 0 : (int)h_range(&r, -9, 2)));
@@ -1050,6 +1061,57 @@ TEST(q8_0_scales) {
         free(c.kv[0]);
         free(c.kv[1]);
     }
+}
+
+/* ggml's rule for a block of q4_0, in its own words: d = x / -8 for the first x of the largest
+ * magnitude; n = min(15, truncated (x / d + 8.5)). */
+static void q4_rule(uint8_t *block, const float *x) {
+    float most = 0, at = 0;
+    for (int i = 0; i < 32; i++) if (fabsf(x[i]) > most) { at = x[i]; most = fabsf(at); }
+    const float d = at / -8, inverse = d ? 1 / d : 0;
+    dtype_store(block, dtype_round(d, RA_F16), RA_F16);
+    for (int i = 0; i < 16; i++) {
+        const float lo = x[i] * inverse, hi = x[16 + i] * inverse;
+        const int n = (int)(lo + 8.5f), m = (int)(hi + 8.5f);
+        block[2 + i] = (uint8_t)((n > 15 ? 15 : n) | (m > 15 ? 15 : m) << 4);
+    }
+}
+
+/* To q4_0 in the bytes of that rule, and back by its definition; numbers that q4_0 lacks. */
+TEST(convert_q4_0) {
+    static float x[320], y[320];
+    static uint8_t packed[180], want[180], wide[340];
+    h_rng r = h_case_rng(0);
+    for (int n = 0; n < (h_run.large ? 2000 : 200); n++) {
+        for (int i = 0; i < 320; i++) x[i] = h_normal(&r) * (i < 32 ? 0 : i < 64 ? 1e-3f : 30);
+        for (int i = 96; i < 160; i++) x[i] = (float)h_range(&r, -16, 16) / 16; /* ties, equals */
+        for (int i = 0; i < 10; i++) q4_rule(want + 18 * i, x + 32 * i);
+        CHECK_EQ(ra_convert(packed, RA_Q4_0, x, RA_F32, 320), RA_OK);
+        CHECK_BITS(packed, want, sizeof want);
+        CHECK_EQ(ra_convert(y, RA_F32, packed, RA_Q4_0, 320), RA_OK);
+        for (int i = 0; i < 320; i++) {
+            const uint8_t *at = packed + i / 32 * 18;
+            const int n4 = (at[2 + i % 16] >> i % 32 / 16 * 4 & 15) - 8;
+            CHECK(y[i] == dtype_load(at, RA_F16) * (float)n4);
+        }
+        CHECK_EQ(ra_convert(wide, RA_Q8_0, packed, RA_Q4_0, 320), RA_OK);
+        CHECK_EQ(ra_convert(want, RA_Q4_0, wide, RA_Q8_0, 320), RA_OK);
+    }
+    for (int i = 0; i < 32; i++) x[i] = i ? (float)i : NAN;
+    x[1] = HUGE_VALF;
+    x[2] = -1e30f;
+    CHECK_EQ(ra_convert(packed, RA_Q4_0, x, RA_F32, 32), RA_OK);
+    CHECK_EQ(ra_convert(y, RA_F32, packed, RA_Q4_0, 32), RA_OK);
+    CHECK(y[0] == 0 && y[1] == 8.0f * 65504.0f && y[2] == -7.0f * 65504.0f && y[3] == 0);
+    for (int i = 0; i < 32; i++) x[i] = i ? 0 : 1e-38f;
+    CHECK_EQ(ra_convert(packed, RA_Q4_0, x, RA_F32, 32), RA_OK);
+    CHECK_EQ(ra_convert(y, RA_F32, packed, RA_Q4_0, 32), RA_OK);
+    for (int i = 0; i < 32; i++) CHECK(y[i] == 0);
+    memset(packed, 1, 18);             /* a block that does not reach -8 stays as it is */
+    CHECK_EQ(ra_convert(want, RA_Q4_0, packed, RA_Q4_0, 32), RA_OK);
+    CHECK_BITS(want, packed, 18);
+    CHECK_EQ(ra_convert(packed, RA_Q4_0, x, RA_F32, 16), RA_E_SHAPE);
+    CHECK_EQ(ra_convert(x, RA_F32, packed, RA_Q4_0, 33), RA_E_SHAPE);
 }
 
 /* To q8_0 and back: within half a step of the scale. 16-bit numbers in f32 keep their bits. */
@@ -1091,7 +1153,7 @@ TEST(convert) {
     CHECK_EQ(ra_convert(y, RA_F32, packed, RA_Q8_0, 32), RA_OK);
     for (int i = 0; i < 32; i++) CHECK(y[i] == 0);
     CHECK_EQ(ra_convert(packed, RA_Q8_0, x, RA_F32, 33), RA_E_SHAPE);
-    CHECK_EQ(ra_convert(packed, 5, x, RA_F32, 32), RA_E_ENUM);
+    CHECK_EQ(ra_convert(packed, 6, x, RA_F32, 32), RA_E_ENUM);
     CHECK_EQ(ra_convert(NULL, RA_F16, x, RA_F32, 1), RA_E_NULL);
     CHECK_EQ(ra_convert(packed, RA_F16, x, RA_F32, -1), RA_E_RANGE);
     CHECK_EQ(ra_convert(NULL, RA_F16, NULL, RA_F32, 0), RA_OK);
@@ -1116,13 +1178,13 @@ TEST(decoding) {
             problem_dtypes(&p, (int32_t)h_range(&r, 1, 3), (int32_t)h_range(&r, 1, 3),
                            (int32_t)h_range(&r, 1, 3), (int32_t)h_range(&r, 1, 3));
         }
-        random_q8_0(&p, &r);
+        some_scaled(&p, &r);
         problem_data(&p, &r);
         for (int64_t k = 0; k < p.k_max; k++) {
             int seen = h_one_in(&r, 4000);
             for (q = 0; q < p.q_max; q++) seen += visible(&p.mask, p.q_offset + q, k) ? 2 : 0;
             if (seen < 2) p.k[k * p.Hkv * p.Dk] = p.v[(k * p.Hkv + 1) * p.Dv - 1] = (float)NAN;
-            if ((seen & 1) && p.v_dtype != RA_Q8_0) p.v[k * p.Hkv * p.Dv] = (float)NAN;
+            if ((seen & 1) && !has_scales(p.v_dtype)) p.v[k * p.Hkv * p.Dv] = (float)NAN;
         }
         setup_plain(&s, 1, RA_LAYOUT_CONTIGUOUS + (int32_t)h_range(&r, 0, 2));
         s.call = CALL_ATTENTION;
@@ -1172,7 +1234,7 @@ static void company_call(const company *c, int32_t token, int32_t tokens, int32_
     d.q_heads = heads;
     d.kv_heads = 1;
     d.k_dim = d.v_dim = c->dim;
-    d.q_dtype = c->dtype == RA_Q8_0 ? RA_F32 : c->dtype;
+    d.q_dtype = has_scales(c->dtype) ? RA_F32 : c->dtype;
     d.k_dtype = d.v_dtype = c->dtype;
     d.o_dtype = RA_F32;
     d.sequences = batch;
@@ -1224,7 +1286,7 @@ TEST(row_bits_do_not_depend_on_other_rows) {
     static const int32_t keys[8] = { 7, 33, 64, 66, 1026, 1500, 16386, 17000 };
     static const int32_t shape[4][2] = { { 4, 4 }, { 1, 16 }, { 8, 2 }, { 1, 3 } };
     enum { MOST = (17000 + 128) * 160, APART = 1000 };     /* V begins that much later than K */
-    const int64_t cases = 8 * 4 * 4 * 4;
+    const int64_t cases = 8 * 5 * 4 * 4;
     float *normal = (float *)malloc((MOST + APART) * sizeof *normal);
     h_rng every = h_case_rng(-1);
     for (int64_t j = 0; j < MOST + APART; j++) normal[j] = h_normal(&every);
@@ -1234,18 +1296,17 @@ TEST(row_bits_do_not_depend_on_other_rows) {
         float *x;
         int64_t n, left = i;
         c.isa = isas[h_pick(&left, 4)];
-        c.dtype = RA_F32 + h_pick(&left, 4);
+        c.dtype = RA_F32 + h_pick(&left, 5);
         c.keys = keys[h_pick(&left, 8)];
         c.heads = shape[left][0];
         c.tokens = shape[left][1];
         if (!ra_isa_available(c.isa) || !h_case(i)) continue;
         if (c.tokens > c.keys) c.tokens = c.keys;
         if (c.keys > 2000 && !h_run.large && (left || c.isa == RA_ISA_SCALAR)) continue;
-        c.dim = (int32_t)h_range(&r, 1, 5) * (c.dtype == RA_Q8_0 || h_one_in(&r, 2) ? 32 : 24);
-        if (c.dtype == RA_Q8_0) c.dim = c.dim / 32 * 32;
+        c.dim = (int32_t)h_range(&r, 1, 5) * (has_scales(c.dtype) || h_one_in(&r, 2) ? 32 : 24);
         c.window = h_one_in(&r, 3) ? (int32_t)h_range(&r, 1, c.keys) : 0;
-        c.row = c.dtype == RA_Q8_0 ? c.dim / 32 * 34 : c.dim * (c.dtype == RA_F32 ? 4 : 2);
-        c.q_row = c.dim * (c.dtype == RA_F32 || c.dtype == RA_Q8_0 ? 4 : 2);
+        c.row = row_bytes(c.dtype, c.dim);
+        c.q_row = c.dim * (c.dtype == RA_F32 || has_scales(c.dtype) ? 4 : 2);
         n = (int64_t)(c.keys + 128) * c.dim;
         x = (float *)malloc((size_t)n * sizeof *x);
         c.k = malloc((size_t)(c.keys + 128) * (size_t)c.row);
@@ -1256,7 +1317,7 @@ TEST(row_bits_do_not_depend_on_other_rows) {
         ra_convert(c.v, c.dtype, normal + APART, RA_F32, n);
         for (int64_t j = 0; j < 16 * c.dim; j++) x[j] = h_normal(&r);
         memset(c.q, 0, (size_t)(16 * c.q_row + 64));
-        ra_convert(c.q, c.dtype == RA_Q8_0 ? RA_F32 : c.dtype, x, RA_F32, 16 * c.dim);
+        ra_convert(c.q, has_scales(c.dtype) ? RA_F32 : c.dtype, x, RA_F32, 16 * c.dim);
         company_check(&c);
         free(x);
         free(c.k);
@@ -1272,7 +1333,7 @@ TEST(short_row_in_a_longer_batch) {
     enum { D = 32, KEYS = 100, MOST = 16, HEADS = 6, ROWS = KEYS + MOST };
     static float q[2][MOST][2 * HEADS][D], o[2][MOST][2 * HEADS][D], alone[2 * HEADS][D];
     static float x[2 * ROWS * HEADS * D], k[2][ROWS][HEADS][D], v[2][ROWS][HEADS][D];
-    for (int64_t i = 0; i < 4 * 4 * MOST; i++) {
+    for (int64_t i = 0; i < 5 * 4 * MOST; i++) {
         h_rng r = h_case_rng(i);
         int64_t left = i;
         const int32_t most = 1 + h_pick(&left, MOST), isa = RA_ISA_SCALAR + h_pick(&left, 4);
@@ -1280,7 +1341,7 @@ TEST(short_row_in_a_longer_batch) {
         const int32_t group = most > 8 ? 1 : (int32_t)h_range(&r, 1, 2);   /* decoding form */
         const int64_t tokens[2] = { most, 1 }, kv_tokens[2] = { KEYS + most, KEYS + 1 };
         ra_desc d = ra_desc_make(HEADS * group, HEADS, D, RA_F32, RA_MASK_CAUSAL);
-        const int64_t row = dtype == RA_Q8_0 ? 34 : dtype == RA_F32 ? 4 * D : 2 * D;
+        const int64_t row = row_bytes(dtype, D);
         ra_tensors t = { 0 };
         scratch w;
         if (!ra_isa_available(isa) || !h_case(i)) continue;
@@ -1398,13 +1459,13 @@ TEST(modified_decode_ignores_other_rows) {
     h_rng every = h_case_rng(-1);
     for (int i = 0; i < HEADS; i++) slope[i] = 0.02f * (float)i;
     for (int64_t j = 0; j < KEYS * HEADS * D; j++) x[j] = h_normal(&every);
-    for (int64_t i = 0; i < 5 * 3 * 4 * 3 * 2; i++) {
+    for (int64_t i = 0; i < 5 * 3 * 5 * 3 * 2; i++) {
         h_rng r = h_case_rng(i);
         int64_t left = i;
-        const int32_t form = h_pick(&left, 3), data = RA_F32 + h_pick(&left, 4);
+        const int32_t form = h_pick(&left, 3), data = RA_F32 + h_pick(&left, 5);
         const int32_t dtype = RA_F32 + h_pick(&left, 3), each = h_pick(&left, 2);
         const int32_t isa = RA_ISA_SCALAR + (int32_t)left;
-        const int32_t asks = data == RA_Q8_0 ? RA_F32 : data, size = dtype == RA_F32 ? 4 : 2;
+        const int32_t asks = has_scales(data) ? RA_F32 : data, size = dtype == RA_F32 ? 4 : 2;
         const int32_t kv_heads = h_one_in(&r, 3) ? HEADS : h_one_in(&r, 2) ? 4 : 8;
         ra_tensors t = { 0 };
         ra_desc d;
@@ -1432,7 +1493,7 @@ TEST(modified_decode_ignores_other_rows) {
             memcpy(bias[1] + 2 * j * size, bias[0] + j * size, (size_t)size);
         t.k.data = t.v.data = kept;
         if (h_one_in(&r, 2)) {                         /* [head][key], otherwise [key][head] */
-            t.k.token_stride = data == RA_Q8_0 ? D / 32 * 34 : D * (data == RA_F32 ? 4 : 2);
+            t.k.token_stride = row_bytes(data, D);
             t.k.head_stride = KEYS * t.k.token_stride;
             t.v = t.k;
         }
@@ -1599,7 +1660,7 @@ TEST(bias_in_16_bits) {
             CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, 0, 1), RA_OK);
         }
         CHECK_BITS(o[0], o[1], (size_t)(d.tokens * HEADS * D) * sizeof(float));
-        t.bias.dtype = RA_Q8_0;
+        t.bias.dtype = RA_Q4_0;
         CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, 0, 1), RA_E_ENUM);
         t.bias.dtype = RA_F16;
         t.bias.key_step = 3;
@@ -1837,8 +1898,8 @@ static const h_test tests[] = {
     ENTRY(one_key_gives_its_value), ENTRY(positions_near_the_limit),
     ENTRY(biased_cells_near_the_limit),
     ENTRY(fold_merge_finish), ENTRY(merges_of_many_partials), ENTRY(merge_corners),
-    ENTRY(attention_threads), ENTRY(attention_workspace), ENTRY(q8_0_everywhere),
-    ENTRY(q8_0_scales), ENTRY(convert),
+    ENTRY(attention_threads), ENTRY(attention_workspace), ENTRY(scales_everywhere),
+    ENTRY(scales), ENTRY(convert_q4_0), ENTRY(convert),
     ENTRY(decoding), ENTRY(attention_at_positions), ENTRY(many_short_runs),
     ENTRY(row_bits_do_not_depend_on_other_rows), ENTRY(short_row_in_a_longer_batch),
     ENTRY(bias_in_16_bits),

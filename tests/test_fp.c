@@ -203,11 +203,11 @@ static void call_free(call *c) {
 
 static void calls_on(int32_t isa, int train) {
     static const int rows[3] = { 1, 3, 70 };
-    static const int32_t dtypes[4] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
-    for (int i = 0; i < KINDS * 4 * 3; i++) {
-        const int kind = i % KINDS, dtype = i / KINDS % 4, n = i / KINDS / 4;
+    static const int32_t dtypes[5] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0, RA_Q4_0 };
+    for (int i = 0; i < KINDS * 5 * 3; i++) {
+        const int kind = i % KINDS, dtype = i / KINDS % 5, n = i / KINDS / 5;
         h_rng r = h_case_rng(i);
-        if (!h_case(i) || (train && (dtype == 3 || n != 2))) continue;
+        if (!h_case(i) || (train && (dtype >= 3 || n != 2))) continue;
         call *c = call_new(kind, dtypes[dtype], isa, rows[n], train, &r);
         const job j = call_job(c, call_run);
         h_context("%s kind %d dtype %d rows %d train %d", ra_isa_name(isa), kind, dtypes[dtype],
@@ -276,13 +276,13 @@ TEST(blocks) {
 
 /* -------------------------------------------------------------------------- conversions */
 enum { NUMBERS = 4096 };
-static struct { uint8_t in[NUMBERS * 4], out[12][NUMBERS * 4]; } numbers;
+static struct { uint8_t in[NUMBERS * 4], out[20][NUMBERS * 4]; } numbers;
 
 static void convert_run(void *x) {
     int n = 0;
     (void)x;
-    for (int32_t to = RA_F32; to <= RA_Q8_0; to++)
-        for (int32_t from = RA_F32; from <= RA_Q8_0; from++)
+    for (int32_t to = RA_F32; to <= RA_Q4_0; to++)
+        for (int32_t from = RA_F32; from <= RA_Q4_0; from++)
             if (to != from) ra_convert(numbers.out[n++], to, numbers.in, from, NUMBERS);
 }
 
@@ -723,19 +723,19 @@ TEST(caches) {
     static cache_test g;
     static uint8_t want[sizeof g.out];
     static const int32_t travel[3] = { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_MERGE };
-    static const int32_t dtypes[3] = { RA_F32, RA_BF16, RA_Q8_0 };
-    for (int i = 0; i < 6 * 9; i++) {
+    static const int32_t dtypes[4] = { RA_F32, RA_BF16, RA_Q8_0, RA_Q4_0 };
+    for (int i = 0; i < 6 * 12; i++) {
         h_rng r = h_case_rng(i);
-        if (!h_case(i) || !ra_isa_available(isas[i / 9])) continue;
+        if (!h_case(i) || !ra_isa_available(isas[i / 12])) continue;
         g.d = ra_desc_make(HQ, HKV, D, RA_F32, RA_MASK_CAUSAL);
-        g.d.k_dtype = g.d.v_dtype = dtypes[i % 3];
+        g.d.k_dtype = g.d.v_dtype = dtypes[i % 4];
         g.d.tokens = 40;
         g.d.kv_tokens = 48;
         g.d.ranks = RANKS;
-        g.d.isa = isas[i / 9];
+        g.d.isa = isas[i / 12];
         memset(&g.cd, 0, sizeof g.cd);
         g.cd.queries = RA_QUERIES_ALL;
-        g.cd.travel = travel[i / 3 % 3];
+        g.cd.travel = travel[i / 4 % 3];
         g.how = i % 2 ? RING_COPIES : 0;
         for (int j = 0; j < 48 * HQ * D; j++) g.q[j] = h_normal(&r);
         for (int j = 0; j < 48 * HKV * D; j++) { g.k[j] = h_normal(&r); g.v[j] = h_normal(&r); }

@@ -910,6 +910,10 @@ TEST(options) {
     CHECK(!infer_run(&x.m, &o, prompt, PROMPT, &b));
     CHECK(strstr(b.why, "q8_0") != NULL);
     infer_free(&b);
+    o.cache_dtype = RA_Q4_0;
+    CHECK(!infer_run(&x.m, &o, prompt, PROMPT, &b));
+    CHECK(strstr(b.why, "q4_0") != NULL);
+    infer_free(&b);
     o.cache_dtype = 0;
     o.chunk = 4;
     o.speculate = 5;

@@ -40,8 +40,8 @@ static void call_end(call *c) {
     free(c->g); free(c->dq); free(c->dk); free(c->dv);
 }
 
-/* Stores n rows in a dtype; q8_0 by the library's own conversion. The numbers become those that
- * are stored. */
+/* Stores n rows in a dtype; q8_0 and q4_0 by the library's own conversion. The numbers become those
+ * that are stored. */
 static void call_store(uint8_t **to, float *x, int64_t n, int32_t dim, int32_t dtype) {
     free(*to);
     *to = (uint8_t *)calloc((size_t)(n * row_bytes(dtype, dim)) + 64, 1);
@@ -169,17 +169,17 @@ static void sized_check(const call *c, double off) {
 }
 
 static void sized_case(int32_t isa, int32_t dtype, int32_t tokens, int32_t keys, double size) {
-    static const double off[5] = { 0, 4e-6, 4e-6, 6e-3, 6e-3 };
+    static const double off[6] = { 0, 4e-6, 4e-6, 6e-3, 6e-3, 6e-3 };
     for (int kind = 0; kind < SIZE_KINDS; kind++) {
         call c;
         if (dtype == RA_F16 && size > 1e5) break;
-        if (dtype == RA_Q8_0 && kind == SIZE_IN_BOTH) continue;
+        if (has_scales(dtype) && kind == SIZE_IN_BOTH) continue;
         call_begin(&c, tokens, keys, 32, 32);
         c.d.isa = isa;
-        c.d.q_dtype = dtype == RA_Q8_0 ? RA_F32 : dtype;
+        c.d.q_dtype = has_scales(dtype) ? RA_F32 : dtype;
         c.d.k_dtype = c.d.v_dtype = dtype;
-        if (dtype == RA_Q8_0 && size > 1e37) size = 1e37;
-        if (dtype != RA_Q8_0 && keys % 2) {
+        if (has_scales(dtype) && size > 1e37) size = 1e37;
+        if (!has_scales(dtype) && keys % 2) {
             c.g = numbers(tokens * 32);
             c.dq = numbers(tokens * 32);
             c.dk = numbers(keys * 32);
@@ -196,12 +196,12 @@ static void sized_case(int32_t isa, int32_t dtype, int32_t tokens, int32_t keys,
 TEST(scores_of_any_size) {
     static const int32_t keys[5] = { 1, 2, 3, 64, 65 }, tokens[4] = { 64, 17, 4, 1 };
     const int count = (int)(sizeof sizes / sizeof sizes[0]);
-    for (int64_t i = 0; i < 6 * 4 * 4 * count; i++) {
+    for (int64_t i = 0; i < 6 * 5 * 4 * count; i++) {
         int64_t left = i;
-        const int32_t isa = isas[h_pick(&left, 6)], dtype = RA_F32 + h_pick(&left, 4);
+        const int32_t isa = isas[h_pick(&left, 6)], dtype = RA_F32 + h_pick(&left, 5);
         const int32_t rows = tokens[h_pick(&left, 4)];
         if (!ra_isa_available(isa) || !h_case(i)) continue;
-        if (!h_variant(i % 6 + dtype, (int)(i / 24 % 2))) continue;
+        if (!h_variant(i % 6 + dtype, (int)(i / 30 % 2))) continue;
         for (int n = 0; n < 5; n++) sized_case(isa, dtype, rows, keys[n], sizes[left]);
     }
 }
@@ -213,14 +213,14 @@ static void factored(call *c, int32_t isa, int32_t dtype, int32_t tokens, double
     h_rng r = h_case_rng(0);
     call_begin(c, tokens, 70, 32, 32);
     c->d.isa = isa;
-    c->d.q_dtype = dtype == RA_Q8_0 ? RA_F32 : dtype;
+    c->d.q_dtype = has_scales(dtype) ? RA_F32 : dtype;
     c->d.k_dtype = c->d.v_dtype = dtype;
     c->d.scale = (float)scale;
     c->d.softcap = (float)softcap;
     for (int32_t i = 0; i < tokens * 32; i++)
         c->q[i] = (float)(top / scale / 32 * (double)h_normal(&r));
     for (int32_t i = 0; i < 70 * 32; i++) { c->k[i] = h_normal(&r); c->v[i] = h_normal(&r); }
-    if (dtype != RA_Q8_0) {
+    if (!has_scales(dtype)) {
         c->g = numbers(tokens * 32);
         c->dq = numbers(tokens * 32);
         c->dk = numbers(70 * 32);
@@ -269,11 +269,11 @@ static void factored_check(const call *c, double off) {
 /* Every scale and softcap that is accepted is computed. */
 TEST(scales_and_softcaps) {
     static const double at[7] = { 1.0001e-20, 1e-12, 0.03, 1, 50, 1e12, 0.9999e20 };
-    static const double off[5] = { 0, 1e-5, 1e-5, 2e-2, 2e-2 };
+    static const double off[6] = { 0, 1e-5, 1e-5, 2e-2, 2e-2, 2e-2 };
     static const int32_t tokens[3] = { 64, 4, 1 };
-    for (int64_t i = 0; i < 6 * 4 * 3 * 14; i++) {
+    for (int64_t i = 0; i < 6 * 5 * 3 * 14; i++) {
         int64_t left = i;
-        const int32_t isa = isas[h_pick(&left, 6)], dtype = RA_F32 + h_pick(&left, 4);
+        const int32_t isa = isas[h_pick(&left, 6)], dtype = RA_F32 + h_pick(&left, 5);
         const int32_t rows = tokens[h_pick(&left, 3)], scaled = h_pick(&left, 2);
         const double x = at[left];
         call c;
@@ -348,7 +348,7 @@ static double promise(const call *c, const row_truth *x) {
     const double n = (double)c->d.kv_tokens, dims = c->d.k_dim;
     const int bf16 = (c->d.k_dtype == RA_BF16 || c->d.arith) &&
                      c->d.isa >= RA_ISA_AVX512_BF16 && c->d.isa <= RA_ISA_AMX;
-    const int int8 = c->d.k_dtype == RA_Q8_0 && c->d.v_dtype == RA_Q8_0 &&
+    const int int8 = has_scales(c->d.k_dtype) && has_scales(c->d.v_dtype) &&
                      (c->d.tokens <= 16 || !c->d.arith) && c->d.isa >= RA_ISA_AVX512_BF16 &&
                      c->d.isa <= RA_ISA_AMX;
     const double inputs = bf16 && c->d.arith ? 0.008 * x->size + 0.004

@@ -20,7 +20,7 @@ static int refusal_count, scope;
 static int64_t produced[64];           /* by -status */
 
 /* The sentence without its numbers and without the names of constants, of which the kind remains
- * ("RA_MASK_#"): what is left belongs to the check. */
+ * ("RA_MASK_#"): what is left belongs to the check. RA_Q8_0 and RA_Q4_0 are of one kind. */
 static void form_of(const char *text, char *form) {
     size_t n = 0;
     for (; *text; text++) {
@@ -30,7 +30,7 @@ static void form_of(const char *text, char *form) {
             size_t kind = 3 + strcspn(text + 3, "_ ");
             if (text[kind] == '_') kind++;
             if (kind > length) kind = length;
-            memcpy(form + n, text, kind);
+            memcpy(form + n, !strncmp(text, "RA_Q8_0", 7) ? "RA_Q4_0" : text, kind);
             n += kind;
             text += length - 1;
             digit = 1;
@@ -209,17 +209,19 @@ static const row desc_rows[] = {
     { ONE, D(v_dim), I32, 0, RA_E_UNSET, "1..1024" },
     { ONE, D(v_dim), I32, -1, RA_E_RANGE, "-1 is not in 1..1024" },
     { ONE, D(v_dim), I32, 1025, RA_E_RANGE, "1025 is not in 1..1024" },
-    { ONE, D(q_dtype), I32, 0, RA_E_UNSET, "RA_Q8_0, not 0" },
-    { ONE, D(q_dtype), I32, 5, RA_E_ENUM, "RA_Q8_0, not 5" },
+    { ONE, D(q_dtype), I32, 0, RA_E_UNSET, "RA_Q4_0, not 0" },
+    { ONE, D(q_dtype), I32, 6, RA_E_ENUM, "RA_Q4_0, not 6" },
     { ONE, D(q_dtype), I32, RA_Q8_0, RA_E_UNSUPPORTED, "is RA_Q8_0, which is for K and V only" },
     { ONE, D(o_dtype), I32, RA_Q8_0, RA_E_UNSUPPORTED, "is RA_Q8_0, which is for K and V only" },
-    { ONE, D(q_dtype), I32, -1, RA_E_ENUM, "RA_Q8_0, not -1" },
-    { ONE, D(k_dtype), I32, 0, RA_E_UNSET, "RA_Q8_0, not 0" },
-    { ONE, D(k_dtype), I32, 17, RA_E_ENUM, "RA_Q8_0, not 17" },
-    { ONE, D(v_dtype), I32, 0, RA_E_UNSET, "RA_Q8_0, not 0" },
-    { ONE, D(v_dtype), I32, 5, RA_E_ENUM, "RA_Q8_0, not 5" },
-    { ONE, D(o_dtype), I32, 0, RA_E_UNSET, "RA_Q8_0, not 0" },
-    { ONE, D(o_dtype), I32, -7, RA_E_ENUM, "RA_Q8_0, not -7" },
+    { ONE, D(q_dtype), I32, RA_Q4_0, RA_E_UNSUPPORTED, "is RA_Q4_0, which is for K and V only" },
+    { ONE, D(o_dtype), I32, RA_Q4_0, RA_E_UNSUPPORTED, "is RA_Q4_0, which is for K and V only" },
+    { ONE, D(q_dtype), I32, -1, RA_E_ENUM, "RA_Q4_0, not -1" },
+    { ONE, D(k_dtype), I32, 0, RA_E_UNSET, "RA_Q4_0, not 0" },
+    { ONE, D(k_dtype), I32, 17, RA_E_ENUM, "RA_Q4_0, not 17" },
+    { ONE, D(v_dtype), I32, 0, RA_E_UNSET, "RA_Q4_0, not 0" },
+    { ONE, D(v_dtype), I32, 6, RA_E_ENUM, "RA_Q4_0, not 6" },
+    { ONE, D(o_dtype), I32, 0, RA_E_UNSET, "RA_Q4_0, not 0" },
+    { ONE, D(o_dtype), I32, -7, RA_E_ENUM, "RA_Q4_0, not -7" },
     { ONE, D_AS(v_column, "v_in_k"), I32, 1, RA_E_SHAPE, "is 0, but v_column is 1" },
     { ONE, D(v_in_k), I32, 2, RA_E_RANGE, "2 is not in 0..1" },
     { ONE, D(v_in_k), I32, -1, RA_E_RANGE, "-1 is not in 0..1" },
@@ -388,7 +390,7 @@ TEST(desc_fields) {
 
 /* An engine's dtype that the library lacks: the sentence lists those that exist. */
 TEST(dtypes_of_an_engine) {
-    static const char *const names[] = { "RA_F32", "RA_F16", "RA_BF16", "RA_Q8_0" };
+    static const char *const names[] = { "RA_F32", "RA_F16", "RA_BF16", "RA_Q8_0", "RA_Q4_0" };
     for (int32_t dtype = 0; dtype <= 12; dtype += 12) {
         ra_error why = { 0 };
         ra_desc d;
@@ -396,7 +398,7 @@ TEST(dtypes_of_an_engine) {
         d.k_dtype = dtype;
         d.error = &why;
         CHECK_EQ(ra_desc_resolve(&d, &d), dtype ? RA_E_ENUM : RA_E_UNSET);
-        for (int i = 0; i < 4; i++) CHECK(strstr(why.text, names[i]) != NULL);
+        for (int i = 0; i < 5; i++) CHECK(strstr(why.text, names[i]) != NULL);
     }
 }
 
@@ -585,25 +587,32 @@ TEST(desc_resolved) {
     }
 }
 
-TEST(blocks_of_q8_0) {
+static void refuse_scaled(int32_t dtype, const char *gradients, const char *multiple) {
     ra_desc d;
     base_desc(&d, ONE);
-    d.k_dtype = RA_Q8_0;
-    refuse_desc(&d, RA_E_SHAPE, "k_dim", "8");
+    d.k_dtype = dtype;
+    refuse_desc(&d, RA_E_SHAPE, "k_dim", multiple);
     d.k_dim = 64;
     d.train = 1;
-    refuse_desc(&d, RA_E_UNSUPPORTED, "k_dtype", "is RA_Q8_0, which has no gradients");
+    refuse_desc(&d, RA_E_UNSUPPORTED, "k_dtype", gradients);
     d.k_dtype = RA_F32;
-    d.v_dtype = RA_Q8_0;
-    refuse_desc(&d, RA_E_UNSUPPORTED, "v_dtype", "is RA_Q8_0, which has no gradients");
+    d.v_dtype = dtype;
+    refuse_desc(&d, RA_E_UNSUPPORTED, "v_dtype", gradients);
     d.train = 0;
-    refuse_desc(&d, RA_E_SHAPE, "v_dim", "8");
+    refuse_desc(&d, RA_E_SHAPE, "v_dim", multiple);
     base_desc(&d, MLA);
-    d.k_dtype = RA_Q8_0;
+    d.k_dtype = dtype;
     d.k_dim = 96;
     d.v_dim = 64;
     d.v_column = 8;
-    refuse_desc(&d, RA_E_ALIGN, "v_column", "8");
+    refuse_desc(&d, RA_E_ALIGN, "v_column", multiple);
+}
+
+TEST(blocks_with_scales) {
+    refuse_scaled(RA_Q8_0, "is RA_Q8_0, which has no gradients",
+                  "8 is not a multiple of 32, as RA_Q8_0 needs");
+    refuse_scaled(RA_Q4_0, "is RA_Q4_0, which has no gradients",
+                  "8 is not a multiple of 32, as RA_Q4_0 needs");
 }
 
 TEST(isa) {
@@ -2300,7 +2309,7 @@ int main(int argc, char **argv) {
         ENTRY(desc_fields), ENTRY(desc_scale),
         ENTRY(dtypes_of_an_engine), ENTRY(desc_contents), ENTRY(desc_runs),
         ENTRY(desc_floats), ENTRY(desc_rates), ENTRY(desc_resolved),
-        ENTRY(blocks_of_q8_0),
+        ENTRY(blocks_with_scales),
         ENTRY(isa), ENTRY(engine), ENTRY(transport), ENTRY(ring_desc), ENTRY(plan_arguments),
         ENTRY(rates), ENTRY(world), ENTRY(tensors), ENTRY(tensor_alignment),
         ENTRY(tensor_scores), ENTRY(addresses), ENTRY(addresses_of_states), ENTRY(tensor_positions),

@@ -311,10 +311,10 @@ static inline int decodes_in_f32(const setup *s, const ra_desc *d) {
            (d->isa ? d->isa : ra_isa_best()) != RA_ISA_AVX512_BF16;
 }
 
-/* 1 if the library may compute d, in q8_0, by products of integers. */
+/* 1 if the library may compute d, in q8_0 or q4_0, by products of integers. */
 static inline int may_use_integers(const ra_desc *d) {
     const int32_t isa = d->isa ? d->isa : ra_isa_best();
-    return d->k_dtype == RA_Q8_0 && (d->v_in_k || d->v_dtype == RA_Q8_0) &&
+    return has_scales(d->k_dtype) && (d->v_in_k || has_scales(d->v_dtype)) &&
            (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX);
 }
 
@@ -416,7 +416,7 @@ static inline int outcome_whole(const outcome *r) {
 typedef struct verdict { double o_error, lse_error, o_ratio, lse_ratio; } verdict;
 
 /* Compares with the oracle. O: 2e-6, plus the slack if the problem is loose, plus half a step of a
- * 16-bit o, plus what the rounding of weights to bf16 and of q8_0's products explains. LSE: 4e-6
+ * 16-bit o, plus what the rounding of weights to bf16 and of integer products explains. LSE: 4e-6
  * max(1, |L|), plus the slack, plus one rounding. Ratios are in units of these. */
 static inline verdict outcome_judge(const outcome *r, const problem *p, const truth *t) {
     verdict w = { 0, 0, 0, 0 };

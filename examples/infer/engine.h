@@ -36,7 +36,7 @@ typedef struct infer_options {         /* 0: the default */
     int64_t context;                   /* positions of the cache; 0: prompt and predict, and with
                                         * turns at least 8192 if the model was made for them */
     int64_t chunk;                     /* tokens of the prompt per call; 0: 16 per lane */
-    int32_t cache_dtype;               /* RA_F32 (0), RA_F16, RA_BF16, RA_Q8_0 */
+    int32_t cache_dtype;               /* RA_F32 (0), RA_F16, RA_BF16, RA_Q8_0, RA_Q4_0 */
     int64_t predict;                   /* tokens to generate at most, in each turn */
     int32_t speculate;                 /* tokens that a call verifies; 0, 1: no guesses */
     int32_t integers;                  /* 1: decoding multiplies weights in q8_0 by integers, faster
@@ -1244,9 +1244,9 @@ static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t 
     if (o->load && o->all_logits == 1)
         return gguf_refuse(why, "logits of every position, but those of a loaded cache are not "
                            "known");
-    if (o->cache_dtype == RA_Q8_0 && m->dim % 32)
-        return gguf_refuse(why, "a cache in q8_0 needs heads of a multiple of 32 dims; the model "
-                           "has %ld", (long)m->dim);
+    if (o->cache_dtype >= RA_Q8_0 && m->dim % 32)
+        return gguf_refuse(why, "a cache in %s needs heads of a multiple of 32 dims; the model "
+                           "has %ld", o->cache_dtype == RA_Q8_0 ? "q8_0" : "q4_0", (long)m->dim);
     return 1;
 }
 
