@@ -44,11 +44,13 @@ static const char usage[] =
     "  --ranks P         ranks that split the cache (1)\n"
     "  --lanes L         parts of the cache, at least as many as ranks (16): the text is the same\n"
     "                    for every number of ranks with the same lanes\n"
-    "  --threads T       threads of all ranks together, of this process with --at and mpirun (as\n"
-    "                    many as it has processors)\n"
+    "  --threads T       threads of all ranks together, or with --at and mpirun of this process\n"
+    "                    (as many as it has processors)\n"
     "  --cache TYPE      of the cache: f32, f16, bf16, q8_0 or q4_0 (f16)\n"
     "  --context N       positions of the cache (as many as are needed)\n"
     "  --chunk N         tokens of the prompt per call (16 per lane)\n"
+    "  --split yes|no    processes each multiply a part of every matrix when decoding (if that\n"
+    "                    saves time); the text is the same\n"
     "  --integers        decode weights in q8_0 by integers: faster, logits off by up to 1e-3\n"
     "  --speculate N     guess by the prompt's own n-grams and verify N tokens per call\n"
     "  --temp X, --top-k N, --top-p X, --min-p X, --seed N   draw tokens (0: take the likeliest)\n"
@@ -183,6 +185,10 @@ static int option(program *p, const char *name, const char *s) {
         *texts[i].to = s;
         return s ? 1 : refuse(name, "needs a value");
     }
+    if (!strcmp(name, "--split")) {
+        o->split = s && !strcmp(s, "yes") ? 1 : s && !strcmp(s, "no") ? -1 : 0;
+        return o->split ? 1 : refuse(name, "yes or no");
+    }
     if (!strcmp(name, "--stop")) return stop_text(p, s);
     if (p->mpi && !strncmp(name, "--rank", 6)) return refuse(name, "mpirun says that");
     if (!strcmp(name, "--cache")) return cache_type(s, &o->cache_dtype);
@@ -251,7 +257,7 @@ static int arguments(program *p, int argc, char **argv) {
     if (!ranks_agree(p)) return 0;
     if (p->o.losses) p->o.predict = 0;
     if (p->o.losses && (p->o.turns || p->o.load))
-        return refuse("--perplexity", "of one prompt, computed here: no --interactive or --load");
+        return refuse("--perplexity", "of one prompt: without --interactive and --load");
     if ((p->at || p->shm || p->mpi) && (p->logits || p->o.losses))
         return refuse(p->logits ? "--logits" : "--perplexity",
                       "no process has the logits of all positions");

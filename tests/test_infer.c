@@ -516,6 +516,48 @@ static void three_ranks(const shape *s, ra_rank_fn on_rank) {
 
 TEST(ranks_apart) { three_ranks(&shapes[2], on_rank_apart); }
 
+/* If ranks split products, what is decoded has the bits of one rank, whatever the number of ranks,
+ * the type of the weights and the tokens per call are. A matrix may have fewer rows than parts. */
+typedef struct splitting { const model *m; const int32_t *prompt; infer_options o; } splitting;
+
+static ra_status on_rank_that_splits(ra_world *world, int rank, void *user) {
+    const splitting *x = (const splitting *)user;
+    infer_options o = x->o;
+    infer_result one, got;
+    o.split = 0;
+    o.speculate = 0;
+    o.ranks = 1;
+    CHECK(infer_run(x->m, &o, x->prompt, PROMPT, &one));
+    CHECK(infer_run_rank(x->m, &x->o, x->prompt, PROMPT, ra_world_transport(world, rank), &got));
+    if (CHECK_EQ(got.count, one.count) && CHECK_EQ(got.cached, PROMPT + 19)) {
+        CHECK_BITS(got.tokens, one.tokens, one.count * 4);
+        CHECK_BITS(got.logits + PROMPT * WORDS, one.logits + PROMPT * WORDS, 19 * WORDS * 4);
+    }
+    infer_free(&one);
+    infer_free(&got);
+    return RA_OK;
+}
+
+TEST(ranks_that_split) {
+    for (int i = 0; i < 2 * SHAPES; i++) {
+        int32_t prompt[PROMPT];
+        h_rng r = h_case_rng(i);
+        checkpoint x;
+        splitting all = { &x.m, prompt, { 0 } };
+        if (!h_case(i) || !open_shape(&x, &shapes[i % SHAPES])) continue;
+        prompt_of(prompt, &r, PROMPT);
+        all.o.ranks = i < SHAPES ? 2 + i : 12 - i;
+        all.o.predict = 20;
+        all.o.split = 1;
+        all.o.integers = i == 3;
+        all.o.speculate = i % 3 * 9;
+        all.o.all_logits = 1;
+        h_context("%s, %d ranks", shapes[i % SHAPES].arch, (int)all.o.ranks);
+        CHECK_EQ(ra_world_run(all.o.ranks, on_rank_that_splits, &all, NULL), RA_OK);
+        close_shape(&x);
+    }
+}
+
 /* Ranks of which the last has another model of the same shape, another prompt of the same length,
  * another seed, another type of cache or other lanes: all are refused and say what differs. */
 typedef struct differing { const model *m, *other; int what; int64_t named; } differing;
@@ -1431,7 +1473,8 @@ TEST(between_products) {
 
 int main(int argc, char **argv) {
     static const h_test tests[] = {
-        ENTRY(ranks_and_chunks), ENTRY(ranks_apart), ENTRY(ranks_that_differ),
+        ENTRY(ranks_and_chunks), ENTRY(ranks_apart), ENTRY(ranks_that_split),
+        ENTRY(ranks_that_differ),
         ENTRY(how_a_run_ends), ENTRY(more_ranks_than_eight), ENTRY(turns), ENTRY(guesses),
         ENTRY(tokens_cannot_be_shared), ENTRY(sampling), ENTRY(options), ENTRY(threads_of_a_rank),
         ENTRY(a_million_tokens), ENTRY(products), ENTRY(products_of_infinities),

@@ -1,7 +1,8 @@
 /* Runs a model on P ranks that share its mapped weights. The cache of keys and values is split
  * among the ranks by position. A rank computes all products of the tokens whose positions it owns,
  * so ranks need one another only in ra_infer and infer_share. In decoding one rank multiplies, and
- * all attend over their part of the cache.
+ * all attend over their part of the cache. If ranks are processes and the weights are large, each
+ * multiplies a part of the rows of every matrix, and all get the results: with the same bits.
  *
  *   infer_run          ranks as threads: prefill in chunks, then token after token; then perhaps
  *                      another turn, of which only what is new is computed
@@ -39,6 +40,9 @@ typedef struct infer_options {         /* 0: the default */
     int32_t cache_dtype;               /* RA_F32 (0), RA_F16, RA_BF16, RA_Q8_0, RA_Q4_0 */
     int64_t predict;                   /* tokens to generate at most, in each turn */
     int32_t speculate;                 /* tokens that a call verifies; 0, 1: no guesses */
+    int32_t split;                     /* of products in decoding among processes: 1, -1: never, 0:
+                                        * if it saves time at 20 GB/s of weights and 0.1 ms per
+                                        * message */
     int32_t integers;                  /* 1: decoding multiplies weights in q8_0 by integers, faster
                                         * and with logits off by up to 1e-3 */
     float temperature;                 /* 0: the likeliest token */
@@ -95,6 +99,7 @@ typedef struct infer_engine {          /* shared by the ranks */
     int32_t reporter;                  /* the rank that calls back and writes the result */
     int32_t apart;                     /* 1: every rank is a process */
     int32_t attend_threads;            /* of a rank in a call of the cache */
+    int32_t split;                     /* 1: decoding splits products */
     pool workers;
     pthread_mutex_t lock;              /* of result->why and note */
 } infer_engine;
@@ -125,6 +130,8 @@ typedef struct infer_rank {
     int32_t *next, *heard;             /* [chunk + 1] the token after each new one, -1 if it is not
                                         * known yet, and after the last whether to halt */
     int32_t *least;                    /* [4] of infer_least */
+    float *wire;                       /* [ranks][...] parts of products: this rank's, then those of
+                                        * the ranks before it */
     struct infer_choice *choice;       /* [vocabulary] for sampling */
     int32_t *tokens;                   /* [context + 1] */
     int32_t some;                      /* which of the pairs of caches surely is there */
@@ -132,7 +139,7 @@ typedef struct infer_rank {
     cache_shape shape;                 /* of files */
     int64_t saved;                     /* positions that are in the files of o->save */
     ra_transport_op *hop;              /* [2] of infer_hop: a receive, a send */
-    int32_t unsafe;                    /* 1: the transport may still use hop, next, heard, least */
+    int32_t unsafe;                    /* 1: the transport may still use hop, next, ..., wire */
 } infer_rank;
 
 typedef struct infer_choice { float logit; int32_t id; } infer_choice;
@@ -181,7 +188,7 @@ static inline ra_status infer_hop(const ra_transport *net, ra_transport_op op[2]
 }
 
 /* What ranks must have in common. Model and prompt are hashes. */
-enum { INFER_SHARED = 21 };
+enum { INFER_SHARED = 22 };
 static inline int infer_shared(const infer_engine *e, int32_t *out, const char **names) {
     const infer_options *o = &e->o;
     const uint64_t weights = model_hash(e->m), start = 14695981039346656037u;
@@ -199,6 +206,7 @@ static inline int infer_shared(const infer_engine *e, int32_t *out, const char *
         { "the lanes", (uint64_t)o->lanes },
         { "--load or --save", (uint64_t)(!!o->load + 2 * !!o->save +
           4 * !!o->halt) }, { "--interactive", (uint64_t)o->turns },
+        { "--split", (uint64_t)o->split },
         { "the seed", o->seed }, { "the seed", o->seed >> 32 },
         { "the temperature", infer_hash(start, &o->temperature, 4) },
         { "top-k, top-p or min-p", infer_hash(start, &o->top_k, 4) ^
@@ -386,20 +394,97 @@ static inline int infer_integers(const infer_rank *r) {
     return r->e->o.integers && r->decoding == INFER_DECODE;
 }
 
-/* y = w x + bias, for n rows of x. bias: may be null. */
-static inline void infer_multiply(const infer_rank *r, const matrix *w, const float *bias,
-                                  const float *x, float *y, int64_t n) {
+/* A product: y = w x + bias, for n rows of x. bias: may be null. */
+typedef struct infer_times {
+    const matrix *w;
+    const float *bias, *x;
+    float *y;
+    int64_t n;
+} infer_times;
+
+static inline infer_times infer_product(const matrix *w, const float *bias, const float *x,
+                                        float *y, int64_t n) {
+    infer_times p;
+    p.w = w;
+    p.bias = bias;
+    p.x = x;
+    p.y = y;
+    p.n = n;
+    return p;
+}
+
+/* 1: this call splits products, and every rank has all of its tokens. */
+static inline int infer_splits(const infer_rank *r) {
+    return r->e->split && r->decoding == INFER_DECODE;
+}
+
+/* How many of `rows` a rank multiplies at most, and which those of `rank` are. */
+static inline int64_t infer_part_room(int64_t rows, int32_t ranks) {
+    return ((rows + ranks - 1) / ranks + 5) / 6 * 6;
+}
+
+static inline int64_t infer_part(const infer_rank *r, int64_t rows, int32_t rank, int64_t *first) {
+    const int64_t room = infer_part_room(rows, r->e->o.ranks);
+    *first = rank * room < rows ? rank * room : rows;
+    return rows - *first < room ? rows - *first : room;
+}
+
+/* Every rank has `count` floats at the beginning of r->wire. All get those of all, in blocks: block
+ * i is of the rank i before this one. The number of blocks doubles with each message. */
+static inline ra_status infer_gather(infer_rank *r, int64_t count) {
+    const int32_t ranks = r->e->o.ranks;
+    ra_status s = RA_OK;
+    for (int32_t far = 1; far < ranks && s == RA_OK; far *= 2) {
+        const int to = (r->rank + far) % ranks, from = (r->rank + ranks - far) % ranks;
+        const int64_t n = (far < ranks - far ? far : ranks - far) * count;
+        s = infer_hop(r->net, r->hop, to, (const int32_t *)(const void *)r->wire, from,
+                      (int32_t *)(void *)(r->wire + far * count), (size_t)n);
+    }
+    return s == RA_OK ? s : infer_hop_failed(r, s);
+}
+
+static inline void infer_multiply(const infer_rank *r, const matrix *w, const float *x, float *y,
+                                  int64_t n) {
     pool *p = &r->e->workers;
     if (infer_integers(r)) matmul_decode(p, w, x, y, n, r->scratch);
     else matmul_run(p, w, x, y, n, r->scratch);
-    for (int64_t i = 0; i < n && bias; i++)
-        for (int64_t j = 0; j < w->rows; j++) y[i * w->rows + j] += bias[j];
 }
 
-/* The same for this rank's rows from `from` on. */
-static inline void infer_product(const infer_rank *r, const matrix *w, const float *bias,
-                                 const float *x, float *y, int64_t from) {
-    infer_multiply(r, w, bias, x + from * w->columns, y + from * w->rows, r->owned - from);
+/* Computes this rank's parts of products, and gets those of the others. */
+static inline ra_status infer_multiply_parts(infer_rank *r, const infer_times *p, int count) {
+    const int32_t ranks = r->e->o.ranks;
+    int64_t block = 0, first;
+    ra_status s;
+    for (int i = 0; i < count; i++) {
+        matrix part = *p[i].w;
+        part.rows = infer_part(r, p[i].w->rows, r->rank, &first);
+        part.data += (size_t)first * (size_t)gguf_row_bytes(part.dtype, part.columns);
+        if (part.rows) infer_multiply(r, &part, p[i].x, r->wire + block, p[i].n);
+        block += p[i].n * infer_part_room(p[i].w->rows, ranks);
+    }
+    s = infer_gather(r, block);
+    for (int32_t far = 0; far < ranks && s == RA_OK; far++) {
+        const float *from = r->wire + far * block;
+        for (int i = 0; i < count; i++) {
+            const int64_t all = p[i].w->rows;
+            const int64_t rows = infer_part(r, all, (r->rank + ranks - far) % ranks, &first);
+            for (int64_t t = 0; t < p[i].n && rows; t++)
+                memcpy(p[i].y + t * all + first, from + t * rows, (size_t)rows * sizeof *from);
+            from += p[i].n * infer_part_room(all, ranks);
+        }
+    }
+    return s;
+}
+
+static inline ra_status infer_products(infer_rank *r, const infer_times *p, int count) {
+    const ra_status s = infer_splits(r) ? infer_multiply_parts(r, p, count) : RA_OK;
+    for (int i = 0; i < count; i++) {
+        const int64_t rows = p[i].w->rows;
+        if (!infer_splits(r)) infer_multiply(r, p[i].w, p[i].x, p[i].y, p[i].n);
+        for (int64_t t = 0; t < p[i].n && p[i].bias; t++)
+            for (int64_t j = 0; j < rows; j++) p[i].y[t * rows + j] += p[i].bias[j];
+    }
+    return s;
 }
 
 typedef struct infer_call { ra_cache *cache; ra_status status; } infer_call;
@@ -431,12 +516,32 @@ static inline ra_status infer_call_run(infer_rank *r, ra_cache *cache, int64_t f
     return c.status;
 }
 
+/* Each rank has rows of r->o for its own tokens of a call, one after another. All get all. */
+static inline ra_status infer_gather_rows(infer_rank *r, const ra_cache *cache, int64_t first,
+                                          int64_t count) {
+    const int32_t ranks = r->e->o.ranks;
+    const int64_t q = (int64_t)r->e->m->heads * r->e->m->dim;
+    ra_status s;
+    memcpy(r->wire, r->o, (size_t)(count * q) * sizeof *r->o);
+    s = infer_gather(r, count * q);
+    for (int32_t far = 0; far < ranks && s == RA_OK; far++) {
+        const float *from = r->wire + far * count * q;
+        for (int64_t i = 0; i < count; i++) {
+            if (ra_cache_owner(cache, first + i) != (r->rank + ranks - far) % ranks) continue;
+            memcpy(r->o + i * q, from, (size_t)q * sizeof *from);
+            from += q;
+        }
+    }
+    return s;
+}
+
 /* Stores keys and values of this rank's tokens, then attends its queries to those of all ranks. In
  * the last layer only tokens whose logits are needed have queries. */
 static inline ra_status infer_attend(infer_rank *r, int32_t layer, int64_t first, int64_t count) {
     const model *m = r->e->m;
     ra_cache *cache = r->cache[model_windowed(m, layer)][r->decoding];
-    const int64_t row = (int64_t)m->kv_heads * m->dim;
+    const int64_t row = (int64_t)m->kv_heads * m->dim, q = (int64_t)m->heads * m->dim;
+    int64_t mine = 0;
     const int64_t skip = layer + 1 < m->layers ? 0 : r->want;
     const int64_t skipped = layer + 1 < m->layers ? 0 : r->skipped;
     ra_status s = RA_OK;
@@ -445,10 +550,15 @@ static inline ra_status infer_attend(infer_rank *r, int32_t layer, int64_t first
     r->t.q.data = r->q + skipped * m->heads * m->dim;
     r->t.o.data = r->o + skipped * m->heads * m->dim;
     r->t.sinks = m->layer[layer].sinks;
-    for (int64_t i = 0; i < r->owned && s == RA_OK; i++)
+    for (int64_t i = 0; i < r->owned && s == RA_OK; i++) {
+        if (ra_cache_owner(cache, first + r->own[i]) != r->rank) continue;
         s = ra_cache_store(cache, &r->t, 0, first + r->own[i], r->k + i * row, r->v + i * row);
+        if (infer_splits(r))
+            memmove(r->q + mine++ * q, r->q + i * q, (size_t)q * sizeof *r->q);
+    }
     if (s == RA_OK && skip < count) s = infer_call_run(r, cache, first + skip, count - skip);
-    return s == RA_OK ? s : infer_fail(r->e, s, ra_cache_error(cache)->text);
+    if (s != RA_OK) return infer_fail(r->e, s, ra_cache_error(cache)->text);
+    return infer_splits(r) ? infer_gather_rows(r, cache, first, count) : s;
 }
 
 static inline float infer_gelu(float x) {
@@ -492,65 +602,74 @@ static inline ra_status infer_finite(infer_rank *r, const float *row, int64_t n,
 }
 
 /* Rows of one expert: y = w x + bias for the pairs that go to it, of [experts][rows] w and bias. */
-static inline void infer_expert(const infer_rank *r, const matrix *w, const float *bias,
-                                const float *x, float *y, int32_t expert) {
+static inline ra_status infer_expert(infer_rank *r, const matrix *w, const float *bias,
+                                     const float *x, float *y, int32_t expert) {
     const int64_t first = r->start[expert], n = r->start[expert + 1] - first;
     matrix one = *w;
     one.rows = w->rows / r->e->m->experts;
     one.data += (size_t)(expert * one.rows) * (size_t)gguf_row_bytes(w->dtype, w->columns);
-    infer_multiply(r, &one, bias ? bias + expert * one.rows : NULL, x + first * w->columns,
-                   y + first * one.rows, n);
+    const infer_times p = infer_product(&one, bias ? bias + expert * one.rows : NULL,
+                                        x + first * w->columns, y + first * one.rows, n);
+    return infer_products(r, &p, 1);
 }
 
 /* y of this rank's rows from `from` on becomes what their experts make of it. */
-static inline void infer_experts(const infer_rank *r, const model_layer *l, int64_t from) {
+static inline ra_status infer_experts(infer_rank *r, const model_layer *l, int64_t from) {
     const model *m = r->e->m;
     const int64_t n = r->owned - from, pairs = n * m->used, hidden = m->hidden;
     const size_t bytes = (size_t)hidden * sizeof(float);
     float *y = r->y + from * hidden;
-    infer_multiply(r, &l->router, l->router_bias, y, r->scores, n);
+    const infer_times route = infer_product(&l->router, l->router_bias, y, r->scores, n);
+    ra_status s = infer_products(r, &route, 1);
+    if (s != RA_OK) return s;
     for (int64_t i = 0; i < n; i++)
         experts_choose(r->scores + i * m->experts, m->experts, m->used, r->chosen + i * m->used,
                        r->shares + i * m->used);
     experts_sort(r->chosen, pairs, m->experts, r->place, r->start);
     for (int64_t i = 0; i < pairs; i++)
         memcpy(r->pairs + r->place[i] * hidden, y + i / m->used * hidden, bytes);
-    for (int32_t e = 0; e < m->experts; e++) {
+    for (int32_t e = 0; e < m->experts && s == RA_OK; e++) {
         if (r->start[e] == r->start[e + 1]) continue;
-        infer_expert(r, &l->gate, l->gate_bias, r->pairs, r->gate, e);
-        infer_expert(r, &l->up, l->up_bias, r->pairs, r->up, e);
+        s = infer_expert(r, &l->gate, l->gate_bias, r->pairs, r->gate, e);
+        if (s == RA_OK) s = infer_expert(r, &l->up, l->up_bias, r->pairs, r->up, e);
     }
     infer_gate(r, r->gate, r->up, pairs * m->feed);
-    for (int32_t e = 0; e < m->experts; e++)
+    for (int32_t e = 0; e < m->experts && s == RA_OK; e++)
         if (r->start[e] < r->start[e + 1])
-            infer_expert(r, &l->down, l->down_bias, r->gate, r->pairs, e);
+            s = infer_expert(r, &l->down, l->down_bias, r->gate, r->pairs, e);
     memset(y, 0, (size_t)n * bytes);
     for (int64_t i = 0; i < pairs; i++) {
         const float *x = r->pairs + r->place[i] * hidden;
         float *to = y + i / m->used * hidden;
         for (int64_t j = 0; j < hidden; j++) to[j] += r->shares[i] * x[j];
     }
+    return s;
 }
 
 /* What follows the attention of a layer, for this rank's rows from `from` on. */
-static inline void infer_feed(const infer_rank *r, const model_layer *l, int64_t from) {
+static inline ra_status infer_feed(infer_rank *r, const model_layer *l, int64_t from) {
     const model *m = r->e->m;
     pool *p = &r->e->workers;
     const int64_t n = r->owned - from;
     float *x = r->x + from * m->hidden, *y = r->y + from * m->hidden;
     float *gate = r->gate + from * m->feed, *up = r->up + from * m->feed;
-    infer_product(r, &l->o, l->o_bias, r->o, r->y, from);
+    const infer_times after = infer_product(&l->o, l->o_bias, r->o + from * l->o.columns, y, n);
+    const infer_times feed[] = { infer_product(&l->gate, NULL, y, gate, n),
+                                 infer_product(&l->up, NULL, y, up, n),
+                                 infer_product(&l->down, NULL, gate, y, n) };
+    ra_status s = infer_products(r, &after, 1);
+    if (s != RA_OK) return s;
     infer_add(r, l->attention_after, from);
     matmul_norm(p, y, x, l->feed_norm, n, m->hidden, m->epsilon);
     if (m->experts) {
-        infer_experts(r, l, from);
+        s = infer_experts(r, l, from);
     } else {
-        infer_product(r, &l->gate, NULL, r->y, r->gate, from);
-        infer_product(r, &l->up, NULL, r->y, r->up, from);
+        s = infer_products(r, feed, 2);
         infer_gate(r, gate, up, n * m->feed);
-        infer_product(r, &l->down, NULL, r->gate, r->y, from);
+        if (s == RA_OK) s = infer_products(r, feed + 2, 1);
     }
     infer_add(r, l->feed_after, from);
+    return s;
 }
 
 /* The last layer computes queries, and what follows the attention, for wanted tokens alone. */
@@ -561,11 +680,14 @@ static inline ra_status infer_layer(infer_rank *r, int32_t layer, int64_t first,
     const int64_t q = (int64_t)m->heads * m->dim;
     const int windowed = model_windowed(m, layer);
     pool *p = &r->e->workers;
+    const infer_times qkv[] = {
+        infer_product(&l->q, l->q_bias, r->y + from * m->hidden, r->q + from * q, n - from),
+        infer_product(&l->k, l->k_bias, r->y, r->k, n),
+        infer_product(&l->v, l->v_bias, r->y, r->v, n) };
     ra_status s;
     matmul_norm(p, r->y, r->x, l->attention_norm, n, m->hidden, m->epsilon);
-    infer_product(r, &l->q, l->q_bias, r->y, r->q, from);
-    infer_product(r, &l->k, l->k_bias, r->y, r->k, 0);
-    infer_product(r, &l->v, l->v_bias, r->y, r->v, 0);
+    s = infer_products(r, qkv, 3);
+    if (s != RA_OK) return s;
     if (l->q_norm)
         matmul_norm(p, r->q + from * q, r->q + from * q, l->q_norm,
                     (n - from) * m->heads, m->dim, m->epsilon);
@@ -574,7 +696,7 @@ static inline ra_status infer_layer(infer_rank *r, int32_t layer, int64_t first,
     infer_rope(r, windowed, r->k, m->kv_heads, 0);
     s = infer_attend(r, layer, first, count);
     if (s != RA_OK) return s;
-    infer_feed(r, l, from);
+    s = infer_feed(r, l, from);
     for (int64_t i = 0; i < n && s == RA_OK; i++)
         s = infer_finite(r, r->x + i * m->hidden, m->hidden, layer, first + r->own[i]);
     return s;
@@ -611,13 +733,14 @@ static inline ra_status infer_head(infer_rank *r, int64_t first) {
                 r->owned - from, m->hidden, m->epsilon);
     for (int64_t at = from; at < r->owned; at += INFER_HEAD_ROWS) {
         const int64_t most = INFER_HEAD_ROWS, n = r->owned - at < most ? r->owned - at : most;
-        const float *y = r->y + at * m->hidden;
-        if (infer_integers(r)) matmul_decode(p, &m->output, y, r->logits, n, r->scratch);
-        else matmul_run(p, &m->output, y, r->logits, n, r->scratch);
+        const infer_times head = infer_product(&m->output, NULL, r->y + at * m->hidden, r->logits,
+                                               n);
+        ra_status s = infer_products(r, &head, 1);
+        if (s != RA_OK) return s;
         for (int64_t i = 0; i < n; i++) {
             const int64_t token = r->own[at + i];
             float *row = r->logits + i * m->vocabulary;
-            const ra_status s = infer_finite(r, row, m->vocabulary, m->layers, first + token);
+            s = infer_finite(r, row, m->vocabulary, m->layers, first + token);
             if (s != RA_OK) return s;
             for (int64_t k = 0; k < m->vocabulary && m->logit_softcap > 0; k++)
                 row[k] = m->logit_softcap * tanhf(row[k] / m->logit_softcap);
@@ -640,7 +763,9 @@ static inline ra_status infer_forward(infer_rank *r, int64_t first, int64_t coun
     r->want = want;
     for (int64_t i = 0; i < count; i++) {
         r->next[i] = -1;
-        if (ra_cache_owner(r->cache[r->some][INFER_PROMPT], first + i) != r->rank) continue;
+        if (!infer_splits(r) &&
+            ra_cache_owner(r->cache[r->some][INFER_PROMPT], first + i) != r->rank)
+            continue;
         if (i < want) r->skipped++;
         r->own[r->owned++] = i;
     }
@@ -650,7 +775,7 @@ static inline ra_status infer_forward(infer_rank *r, int64_t first, int64_t coun
     for (int32_t i = 0; i < e->m->layers && s == RA_OK; i++) s = infer_layer(r, i, first, count);
     if (s != RA_OK) return s;
     if (r->skipped < r->owned) s = infer_head(r, first);
-    return s == RA_OK ? infer_share(r, want, count) : s;
+    return s == RA_OK ? infer_share(r, infer_splits(r) ? count : want, count) : s;
 }
 
 /* -------------------------------------------------------------------------- a cache that lasts */
@@ -1050,6 +1175,38 @@ static inline ra_status infer_text(infer_rank *r) {
 }
 
 /* -------------------------------------------------------------------------- memory of a rank */
+/* Floats of all ranks' parts of what is multiplied at once in a split call. */
+static inline int64_t infer_wire(const model *m, const infer_options *o) {
+    const int32_t ranks = o->ranks > 0 ? o->ranks : 1;
+    const int64_t n = o->speculate > 0 ? o->speculate : 1, q = (int64_t)m->heads * m->dim;
+    const int64_t qkv = infer_part_room(q, ranks) +
+                        2 * infer_part_room((int64_t)m->kv_heads * m->dim, ranks);
+    const int64_t sizes[] = { qkv, q, 2 * infer_part_room(m->feed, ranks),
+                              infer_part_room(m->hidden, ranks),
+                              infer_part_room(m->vocabulary, ranks),
+                              infer_part_room(m->experts, ranks) };
+    int64_t most = 0;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (sizes[i] > most) most = sizes[i];
+    return ranks * n * most;
+}
+
+/* 1: splitting products saves more time than its messages take. */
+static inline int infer_saves_time(const model *m, int32_t ranks) {
+    double bytes = 0, messages = 0;
+    for (int32_t i = 0; i < m->layers; i++) {
+        const model_layer *l = &m->layer[i];
+        const matrix *all[] = { &l->q, &l->k, &l->v, &l->o, &l->gate, &l->up, &l->down };
+        for (int k = 0; k < 7; k++) {
+            const double share = k > 3 && m->experts ? (double)m->used / m->experts : 1;
+            bytes += share * (double)all[k]->rows *
+                     (double)gguf_row_bytes(all[k]->dtype, all[k]->columns);
+        }
+        for (int32_t far = 1; far < ranks; far *= 2) messages += m->experts ? 4 + 3 * m->used : 5;
+    }
+    return bytes * (1 - 1.0 / ranks) / 20e9 > messages * 1e-4;
+}
+
 static inline void infer_close_rank(infer_rank *r) {
     int unsafe = 0;
     for (int i = 0; i < 2 * INFER_CACHES; i++)
@@ -1061,6 +1218,7 @@ static inline void infer_close_rank(infer_rank *r) {
     if (!r->unsafe) {
         free(r->next);
         free(r->hop);
+        free(r->wire);
     }
     free(r->own);
     free(r->chosen);
@@ -1167,8 +1325,10 @@ static inline ra_status infer_open_rank(infer_rank *r) {
     r->start = r->place ? r->place + e->o.chunk * m->used : NULL;
     r->choice = (infer_choice *)calloc((size_t)m->vocabulary, sizeof *r->choice);
     r->tokens = (int32_t *)calloc((size_t)e->o.context + 1, sizeof *r->tokens);
-    if (!r->memory || !r->floats || !r->own || !r->chosen || !r->place || !r->choice ||
-        !r->tokens) {
+    if (e->split)
+        r->wire = (float *)calloc((size_t)infer_wire(m, &e->o) + 1, sizeof *r->wire);
+    if ((e->split && !r->wire) || !r->memory || !r->floats || !r->own || !r->chosen || !r->place ||
+        !r->choice || !r->tokens) {
         char text[INFER_WHY];
         snprintf(text, sizeof text, "no memory for %.1f MiB of cache and %.1f MiB beside it on a "
                  "rank", (double)m->layers * 2 * (double)r->k_bytes / 1048576,
@@ -1244,6 +1404,8 @@ static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t 
     if (o->load && o->all_logits == 1)
         return gguf_refuse(why, "logits of every position, but those of a loaded cache are not "
                            "known");
+    e->split = e->apart && o->ranks > 1 &&
+               (o->split > 0 || (!o->split && infer_saves_time(m, o->ranks)));
     if (o->cache_dtype >= RA_Q8_0 && m->dim % 32)
         return gguf_refuse(why, "a cache in %s needs heads of a multiple of 32 dims; the model "
                            "has %ld", o->cache_dtype == RA_Q8_0 ? "q8_0" : "q4_0", (long)m->dim);
@@ -1257,7 +1419,8 @@ static inline size_t infer_message_bytes(const model *m, const infer_options *o,
     const int64_t chunk = o->chunk ? o->chunk : 16 * lanes;
     const int64_t context = infer_context(m, o, prompt);
     const int64_t rows = chunk < context ? chunk : context;
-    return 65536 + (size_t)(rows * lanes) * (size_t)m->heads * (size_t)(m->dim + 2) * 4;
+    return 65536 + (size_t)(rows * lanes) * (size_t)m->heads * (size_t)(m->dim + 2) * 4 +
+           (size_t)infer_wire(m, o) * 4;
 }
 
 static inline void infer_free(infer_result *r) {

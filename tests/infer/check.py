@@ -89,7 +89,13 @@ def free_ports(count):
 
 
 def check_processes(program, folder, over_mpi):
-    """Three ranks that are processes: over TCP, if three ports are free, shared memory and MPI."""
+    """Three ranks that are processes: over TCP, if three ports are free, shared memory and MPI. If
+    they split products, of experts too, the text is the same."""
+    path, tokens, _ = make_models.make("gpt-oss-mxfp4", folder)
+    expected = generate(program, path, tokens)
+    for more in ("yes", "no"):
+        got = generate(program, path, tokens, "--shm", "--ranks", "3", "--split", more)
+        check(got == expected, f"experts, --split {more}: other tokens follow")
     path, tokens, _ = make_models.make("qwen3", folder)
     options = [path, "--ids", "--tokens", ",".join(map(str, tokens)), "--predict", str(PREDICT),
                "--cache", "f32"]
@@ -99,7 +105,7 @@ def check_processes(program, folder, over_mpi):
     got = run(apart + ["0"]).stdout.split()
     check(all(each.wait() == 0 for each in others), "TCP: a rank failed")
     check(got == expected, "TCP: other tokens follow")
-    for guesses in ([], ["--speculate", "4"]):
+    for guesses in ([], ["--speculate", "4"], ["--speculate", "4", "--split", "yes"]):
         got = run([program] + options + ["--shm", "--ranks", "3"] + guesses).stdout.split()
         check(got == expected, "shared memory: other tokens follow")
         for command in over_mpi:
