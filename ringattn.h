@@ -10875,32 +10875,21 @@ typedef struct ra__region {
 
 /* The region of a tensor that has memory. Dimensions without gaps are part of the pieces. */
 static ra__region ra__region_of(const ra__tensor *x) {
-    const int64_t stride[3] = { x->in.head_stride, x->in.token_stride, x->in.batch_stride };
-    const int64_t room[3] = { x->heads, x->room, x->batch };
     const int64_t count[3] = { x->heads, x->rows, x->batch };
-    int64_t span = ra__row_bytes(x->dtype, x->dim);
-    int32_t dense = 0;
-    ra__region r;
-    r.bytes = span;
-    r.steps = 0;
-    for (int i = 0; i < 3; i++) {
-        const int64_t step = stride[i] ? stride[i] : span;
-        int32_t at = r.steps;
-        span = ra__max(span, room[i] * step);
+    ra__region r = { ra__row_bytes(x->dtype, x->dim), { 0, 0, 0 }, { 0, 0, 0 }, 0 };
+    ra__view v = { NULL, 0, 0, 0 };
+    (void)ra__view_check(x, &v, NULL);
+    const int64_t step[3] = { v.head, v.token, v.batch };
+    for (int done = 0, i; done < 7; done |= 1 << i) {  /* 7: all three */
+        i = done & 1 ? done & 2 ? 2 : 1 : 0;
+        for (int k = i + 1; k < 3; k++)
+            if (!(done >> k & 1) && step[k] < step[i]) i = k;
         if (count[i] == 1) continue;
-        for (; at > 0 && r.step[at - 1] > step; at--) {
-            r.step[at] = r.step[at - 1];
-            r.count[at] = r.count[at - 1];
+        if (!r.steps && step[i] == r.bytes) r.bytes *= count[i];
+        else {
+            r.step[r.steps] = step[i];
+            r.count[r.steps++] = count[i];
         }
-        r.step[at] = step;
-        r.count[at] = count[i];
-        r.steps++;
-    }
-    for (; dense < r.steps && r.step[dense] == r.bytes; dense++) r.bytes *= r.count[dense];
-    r.steps -= dense;
-    for (int i = 0; i < r.steps; i++) {
-        r.step[i] = r.step[i + dense];
-        r.count[i] = r.count[i + dense];
     }
     return r;
 }
