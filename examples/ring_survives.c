@@ -173,6 +173,7 @@ static int run_rank(int rank, int listen_in, int report_out) {
     result out;
     int n = 0, me = 0;
     int64_t begin;
+    char go = 0;
     memset(&rd, 0, sizeof rd);
     memset(&again, 0, sizeof again);
     memset(&out, 0, sizeof out);
@@ -186,6 +187,8 @@ static int run_rank(int rank, int listen_in, int report_out) {
     s = shard_of(state.plan, rank);
     t = tensors_of(&s);
     if (ra_ring_create(&ring, state.plan, ra_tcp_transport(first), &rd)) return 1;
+    /* A rank that dies before the others are connected to it would be waited for. */
+    if (write(report_out, &go, 1) != 1 || read(listen_in, &go, 1) != 1) return 1;
     out.first = ra_forward(state.plan, ring, &t, ra_deadline_ms(20000));
     if (rank == victim) raise(SIGKILL);            /* it had fewer tiles than others */
     begin = ra_now_ns();
@@ -247,6 +250,7 @@ static void print_rank(int r, const result *out) {
 static int run_once(int print) {
     int32_t alive[MOST];
     int n = 0, status, failed = 0;
+    char go = 0;
     for (int r = 0; r < ranks; r++)
         for (int i = 0, port = 0; i < 2; i++) {
             all[r].fd[i] = ra_tcp_listen("127.0.0.1:0", &port);
@@ -256,6 +260,8 @@ static int run_once(int print) {
     fflush(stdout);
     for (int r = 0; r < ranks; r++) begin_rank(r);
     for (int r = 0; r < ranks; r++) close(all[r].fd[0]), close(all[r].fd[1]);
+    for (int r = 0; r < ranks; r++) failed |= read(all[r].hear, &go, 1) != 1;
+    for (int r = 0; r < ranks; r++) failed |= write(all[r].tell, &go, 1) != 1;
     failed |= waitpid(all[victim].pid, &status, 0) < 0 || !WIFSIGNALED(status);
     for (int r = 0; r < ranks; r++) if (r != victim) alive[n++] = r;
     while (n < MOST) alive[n++] = -1;
