@@ -936,7 +936,8 @@ static ra_plan *packed_plan(const packed *p, const documents_table *t, ra_error 
     return plan;
 }
 
-/* The largest work of a rank over the average, less 1, counted key by key from a plan's runs. */
+/* The largest work of a rank over the average, less 1, counted document by document from a plan's
+ * runs. */
 static double counted_imbalance(const packed *p, const ra_plan *plan) {
     double most = 0, all = 0, speed = 0;
     for (int32_t r = 0; r < p->d.ranks; r++) {
@@ -947,9 +948,13 @@ static double counted_imbalance(const packed *p, const ra_plan *plan) {
         if (!run) abort();
         ra_plan_q_runs(plan, r, 0, run, n);
         for (int32_t i = 0; i < n; i++)
-            for (int64_t at = run[i].first, doc = 0; at < run[i].first + run[i].count; at++) {
-                while (doc + 1 < p->d.count && p->first[doc + 1] <= at) doc++;
-                work += (double)(at - p->first[doc] + 1) + p->d.per_token;
+            for (int64_t doc = 0; doc < p->d.count; doc++) {
+                const int64_t first = p->first[doc], last = first + p->length[doc];
+                const int64_t from = run[i].first > first ? run[i].first : first;
+                const int64_t end = run[i].first + run[i].count;
+                const double rows = (double)((end < last ? end : last) - from);
+                const double seen = (double)(from - first);    /* before the first of these rows */
+                if (rows > 0) work += rows * (seen + (rows + 1) / 2 + p->d.per_token);
             }
         free(run);
         all += work;
@@ -966,11 +971,12 @@ TEST(documents_balance) {
     static const double speeds[4] = { 1, 2, 1, 4 };
     static packed p;
     h_rng g = h_case_rng(0);
-    for (int i = 0; i < 9; i++) {
+    for (int i = H_SLOW ? 4 : 0; i < 9; i++) {
         const int32_t ranks = i < 8 ? cases[i].ranks : 4;
         documents_table t;
         int64_t rows = 0;
         double best = 1e9;
+        if (cases[i & 7].count == 1024 && ranks > 8 && !h_run.large) continue;   /* slow plans */
         pack(&p, &g, i < 8 ? cases[i].count : 300, ranks, i < 8 ? NULL : speeds);
         for (int k = 0; k < 5; k++) {
             if (k) documents_free(&t);
