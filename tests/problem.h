@@ -547,11 +547,20 @@ static inline void problem_of_blocks(problem *p, h_rng *r, int mask, int64_t blo
     }
     if (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX) {
         problem_dtypes(p, RA_BF16, RA_BF16, RA_BF16, (int32_t)h_range(r, 1, 3));
+        if (h_one_in(r, 3)) {          /* by request */
+            p->arith = RA_ARITH_BF16;
+            problem_dtypes(p, (int32_t)h_range(r, 1, 3), (int32_t)h_range(r, 1, 3),
+                           (int32_t)h_range(r, 1, 3), p->o_dtype);
+        } else if (!train && h_one_in(r, 3)) {         /* integers */
+            p->Dk = p->v_in_k ? 64 : 32;
+            p->Dv = 32;
+            problem_dtypes(p, (int32_t)h_range(r, 1, 3), RA_Q8_0, RA_Q8_0, p->o_dtype);
+        }
     }
     problem_data(p, r);
     if (!train) return;
     problem_cotangent(p, r);
-    if (h_one_in(r, 4)) p->dropout = 0.25f;
+    if (h_one_in(r, 4) && !p->arith) p->dropout = 0.25f;
 }
 
 /* The same problem on that many ranks in another setup. */
