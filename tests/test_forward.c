@@ -962,8 +962,7 @@ static void q8_check(const q8_case *c, int32_t i, double step) {
             group = scale = 0;
         }
         for (int32_t j = n; unit == 64 && j % unit && j < c->keys; j++) {      /* not seen */
-            (void)q8_value(c->kv[1] + (j * c->kv_heads + kv_head) * (int64_t)c->row_bytes[1], d,
-                           &most);
+            (void)q8_value(c, 1, j * c->kv_heads + kv_head, d, &most);
             scale = fmax(scale, most);
         }
         tol += unit * step * group * scale;
