@@ -5,6 +5,7 @@
  *   RINGATTN_GGML=device    a device of type ACCEL for nodes of FLASH_ATTN_EXT
  *   RINGATTN_GGML=off       is not loaded
  *   RINGATTN_GGML_TRACE=1   at exit: nodes taken, nodes left to ggml and why, time
+ *   RINGATTN_GGML_ARITH=16  queries, keys and values may be rounded to bf16 before products
  *   RINGATTN_GGML_MASK=bias reads no intervals from masks: for tests
  *
  * You will see nothing but speed and the trace. Nothing of ggml is linked: functions come at run
@@ -144,6 +145,7 @@ struct custom_params { ggml_custom_op_t fun; int n_tasks; void *userdata; };
 static struct { enum ggml_op flash, custom, view, permute, transpose, reshape, none; } ops;
 static int32_t flag_compute;           /* on nodes that run; 0: engines that have no such flag */
 static int masks_as_bias;
+static int32_t arith;                  /* RA_ARITH_* */
 
 static void no_custom(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
     (void)dst; (void)ith; (void)nth; (void)userdata;
@@ -537,6 +539,7 @@ static size_t describe(struct call *c, struct ggml_tensor *n, float *slopes) {
     c->d.tokens = q->ne[1];
     c->d.kv_tokens = k->ne[1];
     c->d.mask.kind = RA_MASK_NONE;
+    c->d.arith = arith;
     c->d.scale = params[0];
     c->d.softcap = params[2];
     c->t.q = view_of(q);
@@ -991,6 +994,7 @@ static int self_test(void) {
 static int load(void *object) {
     static int tried, good;
     const char *mode = getenv("RINGATTN_GGML"), *mask = getenv("RINGATTN_GGML_MASK");
+    const char *bits = getenv("RINGATTN_GGML_ARITH");
     void *p = object ? find(object, "ggml_init") : NULL, *ours;
     memcpy(&ours, &engine.ggml_init, sizeof ours);
     if (tried && good && p != ours) return unfit("it serves another copy of ggml", "");
@@ -1000,9 +1004,12 @@ static int load(void *object) {
     as_device = mode && !strcmp(mode, "device");
     if (mode && !as_device && strcmp(mode, "hook"))
         return unfit("RINGATTN_GGML is not off, hook or device: ", mode);
+    if (bits && *bits && strcmp(bits, "16"))
+        return unfit("RINGATTN_GGML_ARITH is not 16: ", bits);
     masks_as_bias = mask && !strcmp(mask, "bias");
-    good = find_engine(object) && self_test();
+    good = find_engine(object) && self_test();     /* which wants exact products */
     if (!good) return 0;
+    arith = bits && *bits ? RA_ARITH_BF16 : RA_ARITH_DTYPE;
     stay_loaded();
     make_registry();
     trace.on = getenv("RINGATTN_GGML_TRACE") != NULL;
