@@ -1508,9 +1508,9 @@ typedef struct ra_engine {
  *   item      some keys and where they are stored
  *   head row  a token's row of one query head
  *   side      the query rows of a rank, or its key rows
- *   handful   the tokens that decoding takes at once: at most 16 head rows per KV head
+ *   row set   the tokens that decoding takes at once: at most 16 head rows per KV head
  *   four      up to 4 head rows of one KV head, which a decoding kernel takes together
- *   stretch   keys that decoding reads for all heads of a task before the next ones
+ *   section   keys that decoding reads for all heads of a task before the next ones
  *   series    chunks that a task folds before it stores its sums
  *   portion   the part of a stage of a CACHE call that one thread at a time works on
  *   queue     messages of one kind and direction
@@ -1543,7 +1543,8 @@ typedef struct ra_engine {
  *   SCALAR       its operations in plain C
  *   AVX2         its operations on 8 floats
  *   AVX512       its operations on 16 floats
- *   AVX512 BF16  a separate body for bf16, by dot products of two bf16; q8_0 and q4_0 by integers
+ *   AVX512 BF16  a separate body for bf16, by dot products of two bf16
+ *   AVX512 INT8  q8_0 and q4_0 by products of integers
  *   AMX          the same for bf16 by tile registers
  *   NEON         its operations on 4 floats
  *   DISPATCH     which instruction sets this processor has
@@ -5799,7 +5800,7 @@ RA__ISA_INLINE void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
 #define RA__TILE_HEIGHT        6
 #define RA__DECODE_TILE_KEYS   2
 #define RA__DECODE_TILE_CHUNKS 1
-/* PERF: 32 keys per stretch instead of 16: sums are loaded and stored half as often. Together with
+/* PERF: 32 keys per section instead of 16: sums are loaded and stored half as often. Together with
  * half as many prefetches of 16-bit rows and with addresses in registers, Zen 3, 32/8 heads of D
  * 128, 32768 keys, one thread, ms: f32 15.9 -> 15.5, f16 12.6 -> 10.5, bf16 13.0 -> 11.0, q8_0 15.0
  * -> 15.5; [Hkv][T][D] 16.1 -> 14.3, 12.5 -> 9.4, 12.7 -> 9.8, 15.7 -> 15.2. 64 keys: the same,
@@ -7767,8 +7768,10 @@ static const ra__kernel ra__kernel_bf16 = {
 
 RA__OPTIMIZE_END
 
-/* ---- decoding of q8_0 and q4_0 keys and values by products of integers (AVX512 VNNI and VBMI)
+/* ========================================================================== AVX512 INT8
+ * q8_0 and q4_0 keys and values by products of integers, with AVX512 VNNI and VBMI.
  *
+ * Decoding.
  * vpdpbusd sums the products of 4 unsigned and 4 signed bytes exactly. Keys come in units of 16,
  * which have one maximum; lane 4 l + i of a vector belongs to key 4 i + l of the unit. A matrix of
  * 4 x 4 lanes is then transposed between [row][16 keys] and [key][4 rows] without crossing lanes.
@@ -9816,10 +9819,10 @@ typedef struct ra__seg { int64_t row, rows, pos, stride; } ra__seg;
 /* What is counted of the runs in front of a run of a list: their rows, their blocks, and the calls
  * that a block engine needs for them. */
 enum { RA__ROWS, RA__BLOCKS, RA__CALLS };
-typedef struct ra__before { int64_t n[3]; } ra__before;
+typedef struct ra__counts_before { int64_t n[3]; } ra__counts_before;
 
 /* The run that was looked up last, and what comes before it. Calls are not counted. */
-typedef struct ra__cursor { int64_t run; ra__before at; } ra__cursor;
+typedef struct ra__cursor { int64_t run; ra__counts_before at; } ra__cursor;
 
 /* Runs of consecutive rows. A plan stores what comes before each run, and finds a row or a block by
  * bisection. A call on one rank has no memory for that. It moves a cursor from the run that was
@@ -9827,7 +9830,7 @@ typedef struct ra__cursor { int64_t run; ra__before at; } ra__cursor;
 typedef struct ra__run_list {
     const ra_run *run;                 /* null: positions are not given as runs */
     int64_t count;
-    const ra__before *before;          /* [count + 1], or */
+    const ra__counts_before *before;   /* [count + 1], or */
     ra__cursor *cursor;                /* of one thread */
 } ra__run_list;
 
@@ -9964,7 +9967,8 @@ static void ra__cursor_step(const ra__run_list *l, int back) {
 
 /* The run that has row, block or call number `value`: the last one with at most that many before
  * it; l->count: the end. Writes what comes before it. */
-static int64_t ra__list_find(const ra__run_list *l, int what, int64_t value, ra__before *at) {
+static int64_t ra__list_find(const ra__run_list *l, int what, int64_t value,
+                             ra__counts_before *at) {
     int64_t low = 0, high = l->count;
     if (!l->before) {
         ra__cursor *c = l->cursor;
@@ -9989,7 +9993,7 @@ static int64_t ra__list_find(const ra__run_list *l, int what, int64_t value, ra_
 /* All rows of run i. */
 static ra__seg ra__list_run(const ra__run_list *l, int64_t i) {
     while (!l->before && l->cursor->run != i) ra__cursor_step(l, l->cursor->run > i);
-    const ra__before *at = l->before ? &l->before[i] : &l->cursor->at;
+    const ra__counts_before *at = l->before ? &l->before[i] : &l->cursor->at;
     const ra__seg s = { at->n[RA__ROWS], l->run[i].count, l->run[i].first,
                         ra__run_step(&l->run[i]) };
     return s;
@@ -9997,14 +10001,14 @@ static ra__seg ra__list_run(const ra__run_list *l, int64_t i) {
 
 /* The row that a block starts with; for the block after the last one: the number of rows. */
 static int64_t ra__list_row(const ra__run_list *l, int64_t block) {
-    ra__before at;
+    ra__counts_before at;
     (void)ra__list_find(l, RA__BLOCKS, block, &at);
     return at.n[RA__ROWS] + (block - at.n[RA__BLOCKS]) * RA_BLOCK_TOKENS;
 }
 
 /* Rows and blocks of all runs. */
-static ra__before ra__list_all(const ra__run_list *l) {
-    ra__before all = { { 0, 0, 0 } };
+static ra__counts_before ra__list_all(const ra__run_list *l) {
+    ra__counts_before all = { { 0, 0, 0 } };
     if (l->before) return l->before[l->count];
     for (int64_t i = 0; i < l->count; i++) {
         all.n[RA__ROWS] += l->run[i].count;
@@ -10089,7 +10093,7 @@ RA__INLINE ra__seg ra__seg_block(const ra__seg *s, int64_t i) {
 
 /* A block of a list. It must exist. */
 static ra__seg ra__list_block(const ra__run_list *l, int64_t block) {
-    ra__before at;
+    ra__counts_before at;
     int64_t i = ra__list_find(l, RA__BLOCKS, block, &at);
     ra__seg s = ra__list_run(l, i);
     return ra__seg_block(&s, block - at.n[RA__BLOCKS]);
@@ -10099,7 +10103,7 @@ static ra__seg ra__list_block(const ra__run_list *l, int64_t block) {
 RA__INLINE int ra__side_unit(const ra__side *s, int32_t b, int what, int64_t unit, int64_t index,
                              ra__seg *out) {
     ra__seg seg;
-    ra__before at;
+    ra__counts_before at;
     int64_t i = 0;
     memset(out, 0, sizeof *out);
     if (s->layout == RA_LAYOUT_RUNS) {
@@ -13044,8 +13048,8 @@ static int ra__chunk_seen(const ra__chunk *c, const ra__bounds *b) {
 }
 
 /* How many panels from x->done on, in whole stripes, see nothing of the item's chunk. */
-static int64_t ra__back_blind(const ra__back *b, const ra__task *t, const ra__item *item,
-                              ra__back_scratch *x) {
+static int64_t ra__back_unseen(const ra__back *b, const ra__task *t, const ra__item *item,
+                               ra__back_scratch *x) {
     const int64_t stripe = b->stripe_blocks * (b->w->d->q_heads / b->w->d->kv_heads);
     int64_t at = t->first_panel + x->done, end = t->first_panel + t->count;
     if (!b->stripe) return 0;
@@ -13061,7 +13065,7 @@ static int ra__back_open(const ra__back *b, const ra__task *t, const ra__item *i
                          const ra__grads *g, ra__back_scratch *x) {
     const int32_t group = b->w->d->q_heads / b->w->d->kv_heads;
     const int edge = g->edge && g->dq.data;
-    const int64_t blind = ra__back_blind(b, t, item, x), rest = t->count - x->done;
+    const int64_t blind = ra__back_unseen(b, t, item, x), rest = t->count - x->done;
     const int64_t blocks = ra__chunk_blocks(&item->c);
     x->batch = *t;
     x->batch.first_panel = t->first_panel + x->done;
@@ -13513,21 +13517,21 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, r
 }
 
 /* ========================================================================== DECODE
- * Few query rows. A handful is the tokens of which at most 16 head rows read each kv head; with
- * RA_FORM_SAME a call may have several handfuls. A kernel takes up to 4 head rows at once, a four,
+ * Few query rows. A row set is the tokens of which at most 16 head rows read each kv head; with
+ * RA_FORM_SAME a call may have several row sets. A kernel takes up to 4 head rows at once, a four,
  * and computes dot products over Dk. Most of the time goes into reading memory. So a task has
- * several kv heads of a sequence, and reads a stretch of 16 tokens for all of them before the next
- * stretch. Where the heads of a token have no gaps, memory is then read and prefetched in the order
+ * several kv heads of a sequence, and reads a section of 16 tokens for all of them before the next
+ * section. Where the heads of a token have no gaps, memory is then read and prefetched in the order
  * of its addresses.
  *
- * With one row per kv head, and keys that caches may hold, a stretch has 64 keys, and one call of
+ * With one row per kv head, and keys that caches may hold, a section has 64 keys, and one call of
  * the kernel takes all heads of a task. It reads 4 keys of all heads before the next 4, and f32
  * values of several heads at a time. The processor prefetches both by itself.
  * PERF: head by head, keys come from L2, because rows 2 KB apart share few sets of L1. Zen 4, f32,
  * 64 keys that begin 16 bytes off a line, speed beside a plain loop at -Ofast -march=native, head
  * by head -> all heads: 8 heads of D 64 1.37 -> 1.75, 32 heads 1.31 -> 1.92.
  *
- * PERF: on a Zen 4 the next stretch is prefetched into L2 while one is computed. L1 is too small:
+ * PERF: on a Zen 4 the next section is prefetched into L2 while one is computed. L1 is too small:
  * rows 4 KB apart share its sets, and the queries and sums of 8 heads fill it. Zen 4, 32/8 heads of
  * D 128, 32768 keys, one thread, share of the speed of a loop that only reads, without -> with: f32
  * 62 -> 100 %, f16 62 -> 75 (the rest is arithmetic), bf16 61 -> 105; [Hkv][T][D] 80 -> 105, 69 ->
@@ -13546,7 +13550,7 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, r
  * heads have 56 KB or more. With more tokens at a time sums stay in registers, but keys come from
  * L2: bf16 with 8, 16, 32, 64 tokens 84, 76, 63, 60 %. 64 tokens prefetched only into L2 give 55 %,
  * and 65 % if they go from there into L1 before their use. */
-enum { RA__HANDFUL = 16, RA__DECODE_BYTES = 256 << 10,
+enum { RA__ROW_SET = 16, RA__DECODE_BYTES = 256 << 10,
        RA__DECODE_AHEAD = 16 << 10, RA__DECODE_NEAR_AHEAD = 4 << 10, RA__DECODE_CACHED = 16 << 20,
        RA__DECODE_UNPACED = 32 << 20,  /* the L3 cache of 8 cores of a server, about */
        RA__DECODE_PART = 16, RA__DECODE_SLOTS = 128,
@@ -13557,17 +13561,17 @@ typedef struct ra__decode {
     ra__decode_rows *few;              /* [heads][fours] rows of the task, and their sums */
     int32_t *pos;                      /* [64] key positions of the block */
     float *slot;                       /* [heads][fours] sums of the parts so far; null: one part */
-    uint8_t *gathered;                 /* copies of the rows of a stretch in several pages */
+    uint8_t *gathered;                 /* copies of the rows of a section in several pages */
     ra__paged paged;                   /* pages of the sequence */
     int32_t heads;                     /* most kv heads of a task */
     int32_t sequence, head, count;     /* kv heads [head, head + count) */
-    int64_t first_row;                 /* token row with which the handful begins: row 0 below */
-    int64_t handful;                   /* most tokens of a handful */
+    int64_t first_row;                 /* token row with which the row set begins: row 0 below */
+    int64_t row_set;                   /* most tokens of a row set */
     int32_t part, parts;               /* of blocks [first, last), of which rows see some */
     int64_t first, last;
-    int32_t head_rows, rows, step;     /* head rows, tokens and fours per kv head of the handful */
+    int32_t head_rows, rows, step;     /* head rows, tokens and fours per kv head of the row set */
     int32_t fours;                     /* most fours of a kv head */
-    int32_t keys, most;                /* keys of a stretch; of one that all rows see */
+    int32_t keys, most;                /* keys of a section; of one that all rows see */
     int64_t last_row;                  /* of the keys */
     ra__stream ahead[2];               /* prefetches of K and V, without their addresses */
     int64_t rows_ahead[2];             /* token rows from those computed to those prefetched */
@@ -13584,27 +13588,27 @@ typedef struct ra__decode {
     int32_t group;                     /* query heads per kv head */
     int32_t modifies;                  /* 1: some scores may be more than dot products */
     float factor;                      /* ra__q_factor */
-    int32_t row[RA__HANDFUL], member[RA__HANDFUL]; /* of a head row: token row, head of its group */
-    int32_t at[RA__HANDFUL];           /* of a token row: its position, */
-    ra__sees sees[RA__HANDFUL];        /* ... what it sees, */
-    ra__bounds bounds[RA__HANDFUL];
-    uint64_t seen[RA__HANDFUL];        /* ... and which keys of the block */
-    ra__decode_keys stretch[RA_BLOCK_TOKENS / 4][(int32_t)RA__HANDFUL / RA__DECODE_ROWS];
+    int32_t row[RA__ROW_SET], member[RA__ROW_SET]; /* of a head row: token row, head of its group */
+    int32_t at[RA__ROW_SET];           /* of a token row: its position, */
+    ra__sees sees[RA__ROW_SET];        /* ... what it sees, */
+    ra__bounds bounds[RA__ROW_SET];
+    uint64_t seen[RA__ROW_SET];        /* ... and which keys of the block */
+    ra__decode_keys section[RA_BLOCK_TOKENS / 4][(int32_t)RA__ROW_SET / RA__DECODE_ROWS];
 } ra__decode;
 
 /* 1 if a call takes the decoding form when it has few enough tokens. */
 RA__INLINE int ra__may_decode(const ra_desc *d) {
-    return d->q_heads / d->kv_heads <= RA__HANDFUL && d->dropout <= 0.0f;
+    return d->q_heads / d->kv_heads <= RA__ROW_SET && d->dropout <= 0.0f;
 }
 
-/* 1 if all tokens of a sequence are one handful. */
-RA__INLINE int ra__is_handful(const ra_desc *d) {
-    return d->tokens * (d->q_heads / d->kv_heads) <= RA__HANDFUL;
+/* 1 if all tokens of a sequence are one row set. */
+RA__INLINE int ra__is_row_set(const ra_desc *d) {
+    return d->tokens * (d->q_heads / d->kv_heads) <= RA__ROW_SET;
 }
 
 /* 1 if the call takes the decoding form. */
 RA__INLINE int ra__decodes(const ra_desc *d) {
-    return (d->form == RA_FORM_SAME || ra__is_handful(d)) && ra__may_decode(d);
+    return (d->form == RA_FORM_SAME || ra__is_row_set(d)) && ra__may_decode(d);
 }
 
 /* Keys are summed in parts that begin at fixed blocks: 16 parts of 16 blocks, then 16 of 32, and so
@@ -13626,11 +13630,11 @@ RA__INLINE int64_t ra__decode_limit(const ra_desc *d) {
     return ra__part_of(ra__max(blocks, 1) - 1) + 1;
 }
 
-/* 1 if threads may share the parts of a sequence. Otherwise, and with several handfuls, a thread
+/* 1 if threads may share the parts of a sequence. Otherwise, and with several row sets, a thread
  * takes all parts of some kv heads. The bits are the same. */
 RA__INLINE int ra__decode_shares(const ra_desc *d) {
     const int64_t limit = ra__decode_limit(d);
-    return limit > 1 && limit <= RA__DECODE_SLOTS / d->sequences && ra__is_handful(d);
+    return limit > 1 && limit <= RA__DECODE_SLOTS / d->sequences && ra__is_row_set(d);
 }
 
 /* Floats of a slot: m, l and acc of a four. */
@@ -13646,7 +13650,7 @@ static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, int6
     const int64_t v = ra__round_up(d->v_dim, RA__DECODE_DIMS) * rows;
     const int64_t head_rows = d->tokens * (d->q_heads / d->kv_heads);
     x->heads = heads;
-    x->fours = (int32_t)ra__ceil_div(ra__min(head_rows, RA__HANDFUL), RA__DECODE_ROWS);
+    x->fours = (int32_t)ra__ceil_div(ra__min(head_rows, RA__ROW_SET), RA__DECODE_ROWS);
     const int64_t n = (int64_t)heads * x->fours;
     x->few = (ra__decode_rows *)ra__carve(a, n * (int64_t)sizeof *x->few);
     x->pos = (int32_t *)ra__carve(a, RA_BLOCK_TOKENS * (int64_t)sizeof *x->pos);
@@ -13682,7 +13686,7 @@ RA__INLINE int32_t ra__four_rows(const ra__local *c) {
  * call with fewer tokens, keys or sequences. */
 static int64_t ra__decode_slots(const ra_desc *d) {
     const int64_t group = d->q_heads / d->kv_heads;
-    const int64_t head_rows = ra__min(d->tokens * group, RA__HANDFUL);
+    const int64_t head_rows = ra__min(d->tokens * group, RA__ROW_SET);
     const int64_t parts = ra__decode_limit(d);
     const int64_t most = RA__DECODE_SLOTS;
     const int64_t slots = parts < most / d->sequences ? parts * d->sequences : most;
@@ -13698,7 +13702,7 @@ static int32_t ra__decode_heads(const ra_desc *d, int nth) {
     return nth == 1 || ra__decode_shares(d) ? (int32_t)most : ra__even_heads(d, most, nth);
 }
 
-/* Sets the position of token row i of the handful, and what it sees. */
+/* Sets the position of token row i of the row_set, and what it sees. */
 static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
     int64_t p = ra__query_position(c, x->sequence, x->first_row + i);
     int64_t end = ra__key_end(&c->d, x->sequence, c->w.any_position);
@@ -13759,7 +13763,7 @@ RA__INLINE void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head,
     }
 }
 
-/* 1 if the kernel may write O of the task: one head row, and one stretch that has all its keys.
+/* 1 if the kernel may write O of the task: one head row, and one section that has all its keys.
  * PERF: sums that keys would push out of L1 are neither cleared nor stored. Zen 5, f32, 16 keys,
  * speed beside a plain loop at -Ofast -march=native: 8 heads of D 64 0.91 -> 1.05, of D 128
  * 0.82 -> 0.99, 32 of D 128 0.90 -> 1.12. */
@@ -13863,7 +13867,7 @@ static void ra__decode_bias(const ra__local *c, ra__decode *x, int32_t n) {
 
 /* Sets how four number `four` sees keys [j, j + n) of the block; t->seen is 0 if it sees none. Rows
  * that the four does not have count as seeing all. */
-static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra__decode_keys *t) {
+static void ra__decode_section(const ra__decode *x, int32_t four, int32_t j, ra__decode_keys *t) {
     const uint32_t all = 0xffffu >> (RA__DECODE_KEYS -
                                      (t->n < RA__DECODE_KEYS ? t->n : RA__DECODE_KEYS));
     uint32_t bits[RA__DECODE_ROWS], some = 0, every = all;
@@ -13888,7 +13892,7 @@ static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra_
 }
 
 /* Sets up the streams that prefetch K and V of all heads of the task, in bands without gaps. They
- * are RA__DECODE_AHEAD or RA__DECODE_NEAR_AHEAD bytes ahead, rounded up to whole stretches. */
+ * are RA__DECODE_AHEAD or RA__DECODE_NEAR_AHEAD bytes ahead, rounded up to whole sections. */
 static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
     for (int i = 0; i < 2; i++) {      /* strides of a single row or head may be anything */
         const int64_t token = ra__min(kv[i].token, RA__FAR), head = ra__min(kv[i].head, RA__FAR);
@@ -13908,7 +13912,7 @@ static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
     if (!x->nears) x->rows_end = ra__round_up(x->rows_end, x->most);
 }
 
-/* Points the streams a at the rows to prefetch while the stretch at token row `row` is computed. */
+/* Points the streams a at the rows to prefetch while the section at token row `row` is computed. */
 static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view kv[2],
                              int64_t row) {
     for (int i = 0; i < 2; i++) {
@@ -13928,7 +13932,7 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
 }
 
 /* Points t at its n rows of K and V of a head: in their page, or copied out of several pages. */
-RA__NOINLINE void ra__stretch_rows(const ra_desc *d, const ra__view kv[2], int64_t row,
+RA__NOINLINE void ra__section_rows(const ra_desc *d, const ra__view kv[2], int64_t row,
                                    int32_t head, const ra__decode *x, ra__decode_keys *t) {
     const int64_t bytes[2] = { ra__row_bytes(d->k_dtype, d->k_dim),
                                ra__row_bytes(d->v_dtype, d->v_dim) };
@@ -13951,12 +13955,12 @@ RA__NOINLINE void ra__stretch_rows(const ra_desc *d, const ra__view kv[2], int64
     ra__page_copy(&x->paged, &v, row, t->n, x->gathered + RA_BLOCK_TOKENS * bytes[0], bytes[1]);
 }
 
-/* Folds the stretch that begins at key `from` of a block, for all heads and fours of the task. row:
+/* Folds the section that begins at key `from` of a block, for all heads and fours of the task. row:
  * token row of the block's first key. */
 static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
                             ra__decode *x) {
     const int more = x->now || (!x->lean && (x->next[0] || row + from + x->keys <= x->last_row));
-    ra__decode_keys *t = x->stretch[from / x->keys];
+    ra__decode_keys *t = x->section[from / x->keys];
     ra__stream a[2];
     /* All heads at once, unless their rows have to be gathered. */
     const int32_t heads = (x->few->one_row || x->now) && (!x->paged.table ||
@@ -13967,7 +13971,7 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
         for (int32_t g = 0; g < x->step; g++) {
             if (!t[g].seen) continue;
             if (x->paged.table) {
-                ra__stretch_rows(&c->d, kv, row + from, h, x, &t[g]);
+                ra__section_rows(&c->d, kv, row + from, h, x, &t[g]);
             } else {
                 t[g].k = ra__view_at(kv[0], 0, row + from, h).data;
                 t[g].v = ra__view_at(kv[1], 0, row + from, h).data;
@@ -13980,8 +13984,8 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
     }
 }
 
-/* How many keys a stretch of the block has. Sets x->now. */
-static int32_t ra__stretch_keys(ra__decode *x, const ra__seg *s) {
+/* How many keys a section of the block has. Sets x->now. */
+static int32_t ra__section_keys(ra__decode *x, const ra__seg *s) {
     const uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows);
     const int cut = x->paged.table && !ra__page_holds(&x->paged, s->row, s->rows);
     const int32_t modified = x->modifies && ra__decode_modifies(x->few, x->count * x->step);
@@ -14015,11 +14019,11 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     if (!ra__decode_sees(x, s, pos)) return;
     if ((c->d.scores & RA_SCORE_BIAS) && !ra__decode_hide(c, x, (int32_t)s->rows)) return;
     if (c->d.scores & RA_SCORE_BIAS) ra__decode_bias(c, x, (int32_t)s->rows);
-    x->keys = ra__stretch_keys(x, s);
+    x->keys = ra__section_keys(x, s);
     if (x->keys != RA_BLOCK_TOKENS) ra__decode_indirect(c, x);
     for (int32_t j = 0; j < s->rows; j += x->keys)
         for (int32_t g = 0; g < x->step; g++) {
-            ra__decode_keys *t = &x->stretch[j / x->keys][g];
+            ra__decode_keys *t = &x->section[j / x->keys][g];
             t->n = (int32_t)ra__min(x->keys, s->rows - j);
             t->pos = x->pos + j;
             t->k_stride = kv[0].token;
@@ -14027,7 +14031,7 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
             t->k_head = kv[0].head;
             t->v_head = kv[1].head;
             t->whole = x->keys == RA_BLOCK_TOKENS;
-            ra__decode_stretch(x, g, j, t);
+            ra__decode_section(x, g, j, t);
         }
     for (int32_t j = 0; j < s->rows; j += x->keys) ra__decode_fold(c, kv, s->row, j, x);
     for (int32_t i = 0; i < x->count * x->step; i++)
@@ -14035,7 +14039,7 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     x->keys = keys;
 }
 
-/* Sets the rows of the handful at x->first_row of x->sequence, and the blocks and parts of the keys
+/* Sets the rows of the row set at x->first_row of x->sequence, and the blocks and parts of the keys
  * that they see. */
 static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     const int64_t tokens = ra__k_len(&c->d, x->sequence), limit = ra__decode_limit(&c->d);
@@ -14044,7 +14048,7 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
                                                     ra__row_bytes(c->d.v_dtype, c->d.v_dim));
     int64_t first, last;
     ra__seg s;
-    x->rows = (int32_t)ra__min(ra__q_len(&c->d, x->sequence) - x->first_row, x->handful);
+    x->rows = (int32_t)ra__min(ra__q_len(&c->d, x->sequence) - x->first_row, x->row_set);
     x->group = c->d.q_heads / c->d.kv_heads;
     x->head_rows = x->rows * x->group;
     x->step = (int32_t)ra__ceil_div(x->head_rows, RA__DECODE_ROWS);
@@ -14128,10 +14132,10 @@ static int64_t ra__decode_cut(const ra__local *c, const ra__decode *x, int32_t p
 }
 
 /* Sets x->next to what the thread reads after the task: from token row `row` on other heads or the
- * next handful, otherwise the next sequence, otherwise what follows the call. */
+ * next row_set, otherwise the next sequence, otherwise what follows the call. */
 static void ra__decode_next(const ra__local *c, ra__decode *x, int64_t row) {
     const int other = x->head + x->count < c->d.kv_heads;
-    const int same = other || x->first_row + x->handful < ra__q_len(&c->d, x->sequence);
+    const int same = other || x->first_row + x->row_set < ra__q_len(&c->d, x->sequence);
     const int32_t b = x->sequence + !same;
     memcpy(x->next, c->w.next, sizeof x->next);
     if (x->is_last || b == c->d.sequences || ra__k_len(&c->d, b) < 1) return;
@@ -14193,8 +14197,8 @@ static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
     }
 }
 
-/* Goes through the tasks of a handful: see ra__decode_tasks. index: blocks of the tasks before. */
-static int64_t ra__decode_handful(const ra__local *c, ra__decode *x, float *slots, int64_t from,
+/* Goes through the tasks of a row set: see ra__decode_tasks. index: blocks of the tasks before. */
+static int64_t ra__decode_row_set(const ra__local *c, ra__decode *x, float *slots, int64_t from,
                                   int64_t to, int64_t index) {
     ra__decode_begin(c, x);
     for (x->head = 0; x->head < c->d.kv_heads; x->head += x->heads) {
@@ -14219,8 +14223,8 @@ static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots,
     int64_t index = 0;
     for (x->sequence = 0; x->sequence < c->d.sequences; x->sequence++)
         for (x->first_row = 0; x->first_row < ra__q_len(&c->d, x->sequence);
-             x->first_row += x->handful)
-            index = ra__decode_handful(c, x, slots, from, to, index);
+             x->first_row += x->row_set)
+            index = ra__decode_row_set(c, x, slots, from, to, index);
     return index;
 }
 
@@ -14252,7 +14256,7 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     if (!ra__local_beside(c)) x.heads = 1;
     x.modifies = c->d.softcap != 0.0f || (c->d.scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS)) != 0;
     x.factor = ra__q_factor(&c->d);
-    x.handful = RA__HANDFUL / (c->d.q_heads / c->d.kv_heads);
+    x.row_set = RA__ROW_SET / (c->d.q_heads / c->d.kv_heads);
     x.keys = RA__DECODE_KEYS;
     x.unit = c->w.kernel->decode_unit;
     while (x.keys > x.unit && x.keys * x.heads * row > RA__DECODE_BYTES)
@@ -14892,8 +14896,8 @@ RA__OPTIMIZE_BEGIN("Og")
  * No deadlock. All links carry chunks in the order of the one list. Take the first chunk of the
  * list that has not finished its journey. It is at the head of its link, and the receiver's buffers
  * hold only chunks before it, which are done. So with one buffer or more something can always move.
- * ra__tour_steps constructs such a run: it gives every message a step, and whatever a message waits
- * for has an earlier step.
+ * ra__route_steps constructs such a run: it gives every message a step, and whatever a message
+ * waits for has an earlier step.
  *
  * Rounds. With RA_ORDER_ROUNDS each rank goes through the list of a forward pass in an order of its
  * own. Round i of a sequence is chunk i of every shard. A rank folds its own chunk, then that of
@@ -15019,7 +15023,7 @@ struct ra_plan {
     int64_t *cut[2];                   /* of queries, of keys: [B][2 ranks + 1], null for STRIPED,
                                         * RUNS, ARRAY */
     int64_t *run_begin[2];             /* RUNS: [ranks + 1] first entry in the tables */
-    ra__before *before[2];             /* RUNS: of rank r from entry run_begin[r] + r on */
+    ra__counts_before *before[2];      /* RUNS: of rank r from entry run_begin[r] + r on */
     int64_t key_runs;                  /* RUNS: of all ranks together */
     ra__travel keys;
     ra__round *round;                  /* [chunks of keys] RA_ORDER_ROUNDS; otherwise null */
@@ -15034,8 +15038,8 @@ struct ra_plan {
     ra__source_rank *source;           /* ranks whose keys it reads, by `end` */
     int64_t reader_count, source_count;
     int64_t *start;                    /* [chunks] scratch: the step in which a chunk leaves its
-                                        * owner, see ra__tour_steps */
-    int64_t *line;                     /* [3 ranks] scratch of ra__tour_steps */
+                                        * owner, see ra__route_steps */
+    int64_t *line;                     /* [3 ranks] scratch of ra__route_steps */
     int32_t forward_buffers;           /* of the same plan without training */
     ra_plan_report report;             /* of d.rank */
 };
@@ -15199,7 +15203,7 @@ static int64_t ra__chunk_runs(const ra__side *side, int32_t b, ra__chunk *out) {
     for (int64_t j = 1; j <= n; j++) {
         int64_t cut = rows * j / n, to, first, last;
         ra__chunk *c = &out[count];
-        ra__before at;
+        ra__counts_before at;
         (void)ra__list_find(l, RA__ROWS, cut, &at);
         to = at.n[RA__BLOCKS] + ra__ceil_div(cut - at.n[RA__ROWS], RA_BLOCK_TOKENS);
         if (to == from) continue;
@@ -15470,31 +15474,31 @@ static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
     ra__needs_mark(&x);
 }
 
-/* -------------------------------------------------------------------------- tours
- * A tour is the way of all chunks of one kind of pass around the ring. Backward, the gradient of a
+/* -------------------------------------------------------------------------- routes
+ * A route is the way of all chunks of one kind of pass around the ring. Backward, the gradient of a
  * chunk that leaves its owner returns from the last rank that the chunk visits. */
-typedef struct ra__tour {
+typedef struct ra__route {
     const ra_plan *p;
     const ra__travel *t;
     int32_t back, direction;
-} ra__tour;
+} ra__route;
 
-static ra__tour ra__tour_of(const ra_plan *p, int back) {
-    const ra__tour w = { p, &p->keys, back, back ? 1 : p->forward.direction };
+static ra__route ra__route_of(const ra_plan *p, int back) {
+    const ra__route w = { p, &p->keys, back, back ? 1 : p->forward.direction };
     return w;
 }
 
 /* Steps from one rank to another in the direction of travel; ranks that a chunk visits after its
  * owner. */
-RA__INLINE int32_t ra__tour_apart(const ra__tour *w, int32_t from, int32_t to) {
+RA__INLINE int32_t ra__route_hops_to(const ra__route *w, int32_t from, int32_t to) {
     return ra__ranks_along(w->p, w->direction, from, to);
 }
-RA__INLINE int32_t ra__tour_stations(const ra__tour *w, int64_t c) {
+RA__INLINE int32_t ra__route_stations(const ra__route *w, int64_t c) {
     return w->back ? ra__back_stations(w->p, &w->t->chunk[c]) : ra__chunk_hops(&w->t->chunk[c], 0);
 }
 
 /* Index of the k-th chunk in the order of a rank. */
-static int64_t ra__tour_chunk(const ra__tour *w, int32_t rank, int64_t k) {
+static int64_t ra__route_chunk(const ra__route *w, int32_t rank, int64_t k) {
     const ra__round *round = w->p->round;
     const int32_t next = rank + (w->direction > 0);
     if (w->back || !round) return k;
@@ -15512,28 +15516,29 @@ static int64_t ra__tour_chunk(const ra__tour *w, int32_t rank, int64_t k) {
     return round[at < 0 ? at + round->count : at < round->count ? at : at - round->count].chunk;
 }
 
-/* 1 if chunk c comes to the rank from another; ra__tour_leaves: if it leaves the rank, for the next
- * one or for its owner. */
-RA__INLINE int ra__tour_arrives(const ra__tour *w, int64_t c, int32_t rank) {
-    int32_t n = ra__tour_apart(w, w->t->chunk[c].owner, rank);
-    return n > 0 && n <= ra__tour_stations(w, c);
+/* 1 if chunk c comes to the rank from another; ra__route_leaves: if it leaves the rank, for the
+ * next one or for its owner. */
+RA__INLINE int ra__route_arrives(const ra__route *w, int64_t c, int32_t rank) {
+    int32_t n = ra__route_hops_to(w, w->t->chunk[c].owner, rank);
+    return n > 0 && n <= ra__route_stations(w, c);
 }
-RA__INLINE int ra__tour_leaves(const ra__tour *w, int64_t c, int32_t rank) {
-    int32_t n = ra__tour_apart(w, w->t->chunk[c].owner, rank), stations = ra__tour_stations(w, c);
+RA__INLINE int ra__route_leaves(const ra__route *w, int64_t c, int32_t rank) {
+    int32_t n = ra__route_hops_to(w, w->t->chunk[c].owner, rank),
+        stations = ra__route_stations(w, c);
     return n < stations || (w->back && stations && n == stations);
 }
 
 /* Bytes of the longest message to the rank `hop` ranks after a chunk's owner, see ra__message. */
-static int64_t ra__tour_longest(const ra__tour *w, int32_t hop) {
+static int64_t ra__route_longest(const ra__route *w, int32_t hop) {
     int64_t most = 0;
     for (int64_t c = 0; c < w->t->chunks; c++)
-        if (ra__tour_stations(w, c))
+        if (ra__route_stations(w, c))
             most = ra__max(most, ra__message_bytes(&w->p->d, &w->t->chunk[c], w->back, hop));
     return most;
 }
 
 /* Sets how far every segment travels. Forward: returns the bytes on all links together. */
-static int64_t ra__tour_hops(const ra__tour *w) {
+static int64_t ra__route_set_hops(const ra__route *w) {
     int64_t bytes = 0;
     for (int64_t c = 0; c < w->t->chunks; c++) {
         ra__chunk *chunk = &w->t->chunk[c];
@@ -15572,7 +15577,7 @@ static void ra__line_split(const ra__line *l, int64_t x) {
 }
 
 /* The first count in which a chunk may leave the places [from, to). */
-static int64_t ra__line_least(const ra__line *l, int64_t from, int64_t to, int64_t ranks) {
+static int64_t ra__line_first_free(const ra__line *l, int64_t from, int64_t to, int64_t ranks) {
     int64_t least = INT64_MIN;
     if (from < to) ra__line_split(l, from);
     if (from < to && to < ranks) ra__line_split(l, to);
@@ -15600,7 +15605,7 @@ static void ra__line_set(const ra__line *l, int64_t from, int64_t to, int64_t ne
  * buffer a rank is free in every other step. Own chunks return in order, one per step. If owners
  * fold twice, own chunks have returned before the rank folds one that stays, one of another rank,
  * or one of another sequence. */
-static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) {
+static int64_t ra__route_steps(const ra__route *w, int64_t *line, int64_t *start) {
     const ra_plan *p = w->p;
     int32_t ranks = p->d.ranks, gap = p->d.buffers > 1 ? 1 : 2, last = 0;
     int64_t *returned = line + 2 * ranks, steps = 0;
@@ -15612,19 +15617,19 @@ static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) 
     }
     for (int64_t c = 0; c < w->t->chunks; c++) {
         const ra__chunk *chunk = &w->t->chunk[c];
-        int32_t n = ra__tour_stations(w, c), leaves = n + w->back;
+        int32_t n = ra__route_stations(w, c), leaves = n + w->back;
         int32_t place = w->direction > 0 ? chunk->owner : ranks - 1 - chunk->owner;
         int64_t end = ra__min(place + leaves, ranks), over = place + leaves - end, least;
         if (c && w->back && p->owner_folds_twice &&
             (!n || place != last || chunk->sequence != chunk[-1].sequence)) {
-            least = ra__line_least(&l, last, last + 1, ranks);
+            least = ra__line_first_free(&l, last, last + 1, ranks);
             ra__line_set(&l, last, last + 1, ra__max(least, returned[last] + 1 - last));
         }
         last = place;
         start[c] = -1;
         if (!n) continue;
-        least = ra__line_least(&l, place, end, ranks);
-        if (over) least = ra__max(least, ra__line_least(&l, 0, over, ranks) - ranks);
+        least = ra__line_first_free(&l, place, end, ranks);
+        if (over) least = ra__max(least, ra__line_first_free(&l, 0, over, ranks) - ranks);
         if (w->back) least = ra__max(least, returned[place] + 1 - n - place);
         ra__line_set(&l, place, end, least + gap);
         ra__line_set(&l, 0, over, least + gap + ranks);
@@ -15741,7 +15746,7 @@ enum { RA__STEP_WORK = 1 << 26 };
 enum { RA__POLL_NS = 200000 };         /* least time between polls, made between pieces of work */
 enum { RA__PIECE_BYTES = 1 << 17 };    /* of a checksum or a copy */
 enum { RA__STRIPES = 256 };            /* bounds of query rows that a backward pass keeps */
-enum { RA__PATIENT = 64 };             /* how often threads find a task left on a free desk before
+enum { RA__PATIENT = 64 };             /* how often threads find a task left on a free worker before
                                         * one of them takes it */
 #define RA__NONE INT64_MAX          /* no entry of the fold list */
 
@@ -15757,7 +15762,7 @@ typedef struct ra__turn {
 
 /* A task in hand of a backward pass: the one that a thread works on or has left half done. Sums of
  * keys begin and end with a chunk, those of queries with the list of chunks of a sequence. */
-typedef struct ra__back_hand {
+typedef struct ra__back_progress {
     ra__back_scratch x;
     ra__back_slice s;
     ra__item item;                     /* its keys, with their gradients */
@@ -15766,10 +15771,10 @@ typedef struct ra__back_hand {
     int32_t q_first, q_last;           /* the same for dQ */
     int32_t stage, opened;             /* RA__STAGE_*; the item in hand is prepared */
     int64_t at;                        /* rows, blocks or heads of the stage that are done */
-} ra__back_hand;
+} ra__back_progress;
 
 /* A task in hand of a forward pass. */
-typedef struct ra__fold_hand {
+typedef struct ra__fold_progress {
     ra__scratch x;
     ra__task t;
     ra__item item;                     /* of entry `next`, during a step */
@@ -15777,7 +15782,7 @@ typedef struct ra__fold_hand {
     int64_t next;                      /* entry that it folds next */
     int32_t loaded;                    /* queries and state are in the scratch */
     int32_t received;                  /* the message of the last one folded since then, or -1 */
-} ra__fold_hand;
+} ra__fold_progress;
 
 /* Head of memory that a ring allocates when a pass is resumed, and keeps until it is destroyed. */
 typedef struct ra__more { struct ra__more *next; int64_t bytes; } ra__more;
@@ -15795,13 +15800,13 @@ typedef struct ra__slot {
 } ra__slot;
 
 /* A slot of a ring, with the task in hand, which a step may leave half done. */
-typedef struct ra__desk {
+typedef struct ra__worker {
     ra__slot slot;                     /* held: entry that the task folds, which has folded all
                                         * before it */
     ra__claim claim;
-    int32_t open;                      /* 1: `hand` is set */
-    union { ra__fold_hand fold; ra__back_hand back; } hand;
-} ra__desk;
+    int32_t open;                      /* 1: `progress` is set */
+    union { ra__fold_progress fold; ra__back_progress back; } progress;
+} ra__worker;
 
 /* A queue of messages of one kind and direction. Message i of the pass uses slot i mod slots and is
  * posted after message i - 1. Messages are taken in the same order. */
@@ -15953,7 +15958,7 @@ struct ra_ring {
     int64_t claim_fold, claim_task;    /* under sched */
     int64_t folded;                    /* entries of lists->fold that all tasks have folded */
     ra__turn *turn;                    /* [tasks] */
-    ra__desk *desk;                    /* [threads of the plan] */
+    ra__worker *worker;                /* [threads of the plan] */
     ra__bounds *stripe;                /* backward: of back.stripe */
     int64_t step_work;                 /* most of one step, see RA__TILE_WORK */
 
@@ -16013,10 +16018,10 @@ static int64_t ra__plan_tasks(const ra_plan *p, int32_t rank, int32_t panels, in
 }
 
 /* Adds the messages and own chunks of a rank to s. */
-static void ra__plan_pass_sizes(const ra__tour *w, int32_t rank, ra__counts *s) {
+static void ra__plan_pass_sizes(const ra__route *w, int32_t rank, ra__counts *s) {
     for (int64_t c = 0; c < w->t->chunks; c++) {
-        int own = w->t->chunk[c].owner == rank, leaves = ra__tour_leaves(w, c, rank);
-        s->recvs += ra__tour_arrives(w, c, rank);
+        int own = w->t->chunk[c].owner == rank, leaves = ra__route_leaves(w, c, rank);
+        s->recvs += ra__route_arrives(w, c, rank);
         s->sends += leaves;
         s->own += leaves && own;
         s->stays += !leaves && own;
@@ -16026,7 +16031,7 @@ static void ra__plan_pass_sizes(const ra__tour *w, int32_t rank, ra__counts *s) 
 /* Counts of one rank. Tasks have fewer panels if threads would otherwise have no work; bits do not
  * depend on that. task_begin: see ra__plan_tasks. */
 static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task_begin) {
-    ra__tour forward = ra__tour_of(p, 0), back = ra__tour_of(p, 1);
+    ra__route forward = ra__route_of(p, 0), back = ra__route_of(p, 1);
     ra__readers all;
     ra__sizes s;
     memset(&s, 0, sizeof s);
@@ -16095,15 +16100,15 @@ RA__INLINE int64_t ra__ring_stripes(const ra_desc *d) {
     return ra__max(1, RA__STRIPES / d->sequences);
 }
 
-/* Carves what follows the queues in either pass: the list of their ops, desks and scratch. */
-static void ra__ring_carve_desks(ra__arena *a, const ra_desc *d, int64_t scratch_bytes,
-                                 ra_ring *r) {
+/* Carves what follows the queues in either pass: the list of their ops, workers and scratch. */
+static void ra__ring_carve_workers(ra__arena *a, const ra_desc *d, int64_t scratch_bytes,
+                                   ra_ring *r) {
     int64_t ops = 0;
     for (int32_t k = 0; k < RA__QUEUES; k++) ops += r->queue[k].slots;
     r->talk.list = (ra_transport_op **)ra__carve(a, ops * (int64_t)sizeof *r->talk.list);
-    r->desk = (ra__desk *)ra__carve(a, d->threads * (int64_t)sizeof *r->desk);
-    r->talk.slots = (uint8_t *)r->desk;
-    r->talk.slot_bytes = sizeof *r->desk;
+    r->worker = (ra__worker *)ra__carve(a, d->threads * (int64_t)sizeof *r->worker);
+    r->talk.slots = (uint8_t *)r->worker;
+    r->talk.slot_bytes = sizeof *r->worker;
     r->scratch_bytes = scratch_bytes;
     r->scratch = (uint8_t *)ra__carve(a, scratch_bytes * d->threads);
 }
@@ -16128,7 +16133,7 @@ static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n
         ra__queue_carve(a, &r->queue[RA__NOTICES_OUT], n->notices_out, RA__FRAME_BYTES, 64);
         r->owner_alive = (int64_t **)ra__carve(a, n->notices_out * 8);
     }
-    ra__ring_carve_desks(a, d, ra__thread_bytes(p, n->panels), r);
+    ra__ring_carve_workers(a, d, ra__thread_bytes(p, n->panels), r);
     return state;
 }
 
@@ -16155,7 +16160,7 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     r->grad_buf = (uint8_t *)ra__carve(a, r->grad_slots * r->grad_bytes);
     r->stripe = (ra__bounds *)ra__carve(a, d->sequences * ra__ring_stripes(d) *
                                                (int64_t)sizeof *r->stripe);
-    ra__ring_carve_desks(a, d, ra__back_scratch_bytes(d), r);
+    ra__ring_carve_workers(a, d, ra__back_scratch_bytes(d), r);
     return state;
 }
 
@@ -16294,7 +16299,8 @@ static void ra__carve_runs(ra__arena *a, ra_plan *p, int keys) {
     const int64_t n = ra__runs_count(l, ranks, keys);
     const int64_t call = p->d.engine ? ra__engine_rows(&p->d) : RA_BLOCK_TOKENS;
     int64_t *run_begin = (int64_t *)ra__carve(a, ((int64_t)ranks + 1) * 8);
-    ra__before *before = (ra__before *)ra__carve(a, (n + ranks) * (int64_t)sizeof *before);
+    ra__counts_before *before = (ra__counts_before *)ra__carve(a, (n + ranks) *
+                                                               (int64_t)sizeof *before);
     p->run_begin[keys] = run_begin;
     p->before[keys] = before;
     *runs = (const ra_run *)ra__carve_copy(a, *runs, n, sizeof(ra_run));
@@ -16411,7 +16417,7 @@ static void ra__lists_recv(ra__pass_lists *r, int64_t chunk, int32_t fold, int32
 
 /* The state of making the lists of a pass. */
 typedef struct ra__listing {
-    const ra__tour *w;
+    const ra__route *w;
     ra__pass_lists *r;
     int64_t ended;                     /* own chunks whose second visit is in the list of folds */
     int32_t sequence, index;           /* the current one; how many entries of it are in the list */
@@ -16426,18 +16432,18 @@ static ra__fold *ra__lists_fold(ra__listing *l, int64_t chunk, int32_t recv) {
 }
 
 /* 1: the second visit of an own chunk comes before chunk c in this rank's list of folds. */
-static int ra__lists_late(const ra__listing *l, int64_t c) {
-    const ra__tour *w = l->w;
+static int ra__lists_second_first(const ra__listing *l, int64_t c) {
+    const ra__route *w = l->w;
     const int32_t me = w->p->d.rank;
     if (!w->p->owner_folds_twice || l->ended == l->r->returns) return 0;
-    if (c == w->t->chunks || w->t->chunk[c].owner != me || !ra__tour_leaves(w, c, me)) return 1;
+    if (c == w->t->chunks || w->t->chunk[c].owner != me || !ra__route_leaves(w, c, me)) return 1;
     const int64_t returned = l->r->returned[l->ended].chunk;
-    return w->p->start[returned] + ra__tour_stations(w, returned) + 2 <= w->p->start[c];
+    return w->p->start[returned] + ra__route_stations(w, returned) + 2 <= w->p->start[c];
 }
 
 /* Adds the second visits of own chunks that come before the visit of chunk c. */
-static void ra__lists_ends(ra__listing *l, int64_t c) {
-    while (ra__lists_late(l, c)) {
+static void ra__lists_second_visits(ra__listing *l, int64_t c) {
+    while (ra__lists_second_first(l, c)) {
         ra__returned *returned = &l->r->returned[l->ended++];
         ra__fold *f = ra__lists_fold(l, returned->chunk, -1);
         f->phase = RA__BEFORE;
@@ -16461,14 +16467,14 @@ static void ra__lists_own(ra__listing *l, int64_t c, int leaves) {
 /* Adds what this rank does with chunk c: it receives, folds and sends it; backward it sends it on
  * only when it is folded. */
 static void ra__lists_visit(ra__listing *l, int64_t c) {
-    const ra__tour *w = l->w;
+    const ra__route *w = l->w;
     ra__pass_lists *r = l->r;
     const int32_t me = w->p->d.rank;
-    const int own = w->t->chunk[c].owner == me, arrives = ra__tour_arrives(w, c, me);
-    const int leaves = ra__tour_leaves(w, c, me);
+    const int own = w->t->chunk[c].owner == me, arrives = ra__route_arrives(w, c, me);
+    const int leaves = ra__route_leaves(w, c, me);
     const int32_t recv = arrives ? (int32_t)r->recvs : -1;
     if (!own && !arrives) return;
-    ra__lists_ends(l, c);
+    ra__lists_second_visits(l, c);
     int32_t fold = (int32_t)r->folds;
     if (own && w->back) ra__lists_own(l, c, leaves);
     else if (ra__need(w->t, c, me)) (void)ra__lists_fold(l, c, recv);
@@ -16480,7 +16486,7 @@ static void ra__lists_visit(ra__listing *l, int64_t c) {
 
 /* Lists what this rank folds, receives and sends in a pass, in its order. The second visits of own
  * chunks come before the end of their sequence. tasks: [B + 1] first task of a sequence here. */
-static void ra__lists_fill(const ra__tour *w, ra__pass_lists *r) {
+static void ra__lists_fill(const ra__route *w, ra__pass_lists *r) {
     ra__listing l = { w, r, 0, 0, 0 };
     const int64_t *tasks = r->task_begin;
     int64_t k = 0;
@@ -16489,8 +16495,8 @@ static void ra__lists_fill(const ra__tour *w, ra__pass_lists *r) {
     for (; l.sequence < w->p->d.sequences; l.sequence++) {
         l.index = 0;
         for (; k < w->t->chunks && w->t->chunk[k].sequence == l.sequence; k++)
-            ra__lists_visit(&l, ra__tour_chunk(w, w->p->d.rank, k));
-        ra__lists_ends(&l, w->t->chunks);
+            ra__lists_visit(&l, ra__route_chunk(w, w->p->d.rank, k));
+        ra__lists_second_visits(&l, w->t->chunks);
         if (!l.index && tasks[l.sequence + 1] > tasks[l.sequence]) (void)ra__lists_fold(&l, -1, -1);
         if (l.index) r->fold[r->folds - 1].last = 1;
     }
@@ -16550,15 +16556,15 @@ static void ra__plan_direction(ra_plan *p) {
     int64_t steps[2], bytes[2];
     for (int32_t down = 0; down < 2; down++) {
         p->forward.direction = down ? -1 : 1;
-        ra__tour w = ra__tour_of(p, 0);
-        bytes[down] = ra__tour_hops(&w);
+        ra__route w = ra__route_of(p, 0);
+        bytes[down] = ra__route_set_hops(&w);
         if (p->order == RA_ORDER_DESCENDING || p->d.ranks < 3) return;
-        steps[down] = p->round ? 0 : ra__tour_steps(&w, p->line, p->start);
+        steps[down] = p->round ? 0 : ra__route_steps(&w, p->line, p->start);
     }
     if (steps[1] < steps[0] || (steps[1] == steps[0] && bytes[1] < bytes[0])) return;
     p->forward.direction = 1;
-    ra__tour up = ra__tour_of(p, 0);
-    (void)ra__tour_hops(&up);
+    ra__route up = ra__route_of(p, 0);
+    (void)ra__route_set_hops(&up);
 }
 
 /* Moves place i of the heap [0, n), by first position, down to where it belongs. */
@@ -16776,19 +16782,19 @@ static int64_t ra__report_pairs(const ra_plan *p, int32_t rank, int32_t b) {
 }
 
 /* Messages and bytes of a pass at one rank. */
-static void ra__report_messages(const ra__tour *w, int32_t rank, ra_pass_figures *f) {
+static void ra__report_messages(const ra__route *w, int32_t rank, ra_pass_figures *f) {
     const int64_t address = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
     for (int64_t c = 0; c < w->t->chunks; c++) {
         const ra__chunk *chunk = &w->t->chunk[c];
-        int32_t hop = ra__tour_apart(w, chunk->owner, rank), ranks = w->p->d.ranks;
-        int last = w->back && hop == ra__tour_stations(w, c);
-        int leaves = ra__tour_leaves(w, c, rank);
+        int32_t hop = ra__route_hops_to(w, chunk->owner, rank), ranks = w->p->d.ranks;
+        int last = w->back && hop == ra__route_stations(w, c);
+        int leaves = ra__route_leaves(w, c, rank);
         if (leaves) {
             f->chunks_out++;
             f->bytes_out += ra__message_bytes(&w->p->d, chunk, w->back, last ? ranks : hop + 1);
             f->shared_bytes_out += address;
         }
-        if (hop ? !ra__tour_arrives(w, c, rank) : !(w->back && leaves)) continue;
+        if (hop ? !ra__route_arrives(w, c, rank) : !(w->back && leaves)) continue;
         f->chunks_in++;
         f->bytes_in += ra__message_bytes(&w->p->d, chunk, w->back, hop ? hop : ranks);
         f->shared_bytes_in += address;
@@ -16796,7 +16802,7 @@ static void ra__report_messages(const ra__tour *w, int32_t rank, ra_pass_figures
 }
 
 /* Counts the ranks whose chunks reach this rank, and those of which no chunk does. */
-static void ra__report_hops(const ra__tour *w, int32_t rank, ra_plan_report *r) {
+static void ra__report_hops(const ra__route *w, int32_t rank, ra_plan_report *r) {
     int came = 0;
     for (int64_t c = 0; c < w->t->chunks; c++) {
         const ra__chunk *chunk = &w->t->chunk[c];
@@ -16805,7 +16811,7 @@ static void ra__report_hops(const ra__tour *w, int32_t rank, ra_plan_report *r) 
             came = 0;
             r->hops_skipped++;
         }
-        if (came || !ra__tour_arrives(w, c, rank)) continue;
+        if (came || !ra__route_arrives(w, c, rank)) continue;
         r->hops++;
         r->hops_skipped--;
         came = 1;
@@ -16816,7 +16822,7 @@ static void ra__report_hops(const ra__tour *w, int32_t rank, ra_plan_report *r) 
 static void ra__report_pass(const ra_plan *p, int32_t rank, int back, double pairs,
                             ra_pass_figures *f) {
     const ra__pass_lists *lists = back ? &p->back : &p->forward;
-    const ra__tour w = ra__tour_of(p, back);
+    const ra__route w = ra__route_of(p, back);
     const int32_t dims = back ? 3 * p->d.k_dim + 2 * p->d.v_dim : p->d.k_dim + p->d.v_dim;
     ra__report_messages(&w, rank, f);
     f->flops = 2.0 * dims * p->d.q_heads * pairs;
@@ -16859,7 +16865,7 @@ static void ra__plan_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     RA__OWN_FP ra__fp fp = ra__fp_enter();
     const ra__sizes n = rank == p->d.rank ? p->sizes : ra__plan_sizes(p, rank, NULL);
     const ra__ring_size size = ra__ring_bytes(p, &n, 0, 64);
-    const ra__tour w = ra__tour_of(p, 0);
+    const ra__route w = ra__route_of(p, 0);
     memset(r, 0, sizeof *r);
     ra__report_memory(p, rank, r);
     ra__report_all_tiles(p, rank, r);
@@ -16999,11 +17005,11 @@ static double ra__predict_pass(const ra_plan *p, const ra_rates *rates, int32_t 
 static void ra__plan_fill_back(ra_plan *p) {
     p->owner_folds_twice = p->same_positions && p->cut[0] && p->order == RA_ORDER_ASCENDING;
     p->back.direction = 1;
-    ra__tour w = ra__tour_of(p, 1);
-    (void)ra__tour_hops(&w);
-    (void)ra__tour_steps(&w, p->line, p->start);
-    p->back.chunk_bytes = ra__tour_longest(&w, 1);
-    p->back.return_bytes = ra__tour_longest(&w, p->d.ranks);
+    ra__route w = ra__route_of(p, 1);
+    (void)ra__route_set_hops(&w);
+    (void)ra__route_steps(&w, p->line, p->start);
+    p->back.chunk_bytes = ra__route_longest(&w, 1);
+    p->back.return_bytes = ra__route_longest(&w, p->d.ranks);
 }
 
 /* Empty tiles of chunks that never reach this rank. A pass counts them without visiting them. */
@@ -17024,7 +17030,7 @@ static int64_t ra__plan_unvisited(const ra_plan *p) {
 /* Makes all the rest of the plan from the list of chunks. */
 /* 1: some rank could end the pass before another has begun it, because it receives no chunk from or
  * through that one. Chunks of every owner that go all the way around reach all ranks. */
-static int32_t ra__tour_rolls(const ra__tour *w) {
+static int32_t ra__route_rolls(const ra__route *w) {
     const int32_t ranks = w->p->d.ranks;
     uint8_t around[RA__MOST_RANKS];
     int32_t n = 0;
@@ -17044,17 +17050,17 @@ static void ra__plan_fill(ra_plan *p) {
     ra__plan_places(p);
     ra__plan_rounds(p);
     ra__plan_direction(p);
-    ra__tour tour = ra__tour_of(p, 0);
-    p->forward.chunk_bytes = ra__tour_longest(&tour, 1);
+    ra__route route = ra__route_of(p, 0);
+    p->forward.chunk_bytes = ra__route_longest(&route, 1);
     if (p->d.train) ra__plan_fill_back(p);
     p->sizes = ra__plan_sizes(p, p->d.rank, p->forward.task_begin);
     for (int32_t b = 0; b <= p->d.sequences; b++) p->back.task_begin[b] = b * p->sizes.back.tasks;
     for (int back = 0; back <= p->d.train; back++) {
         ra__pass_lists *lists = back ? &p->back : &p->forward;
-        tour = ra__tour_of(p, back);
-        ra__lists_fill(&tour, lists);
+        route = ra__route_of(p, back);
+        ra__lists_fill(&route, lists);
         lists->unvisited = ra__plan_unvisited(p);
-        lists->rolls = ra__tour_rolls(&tour);
+        lists->rolls = ra__route_rolls(&route);
     }
     ra__plan_readers(p);
 }
@@ -19046,7 +19052,7 @@ static ra_status ra__talk_step_agreed(ra__talk *k, int ith) {
  * more, so that they need not wait for its ra_finish or the end of its cache. It does not wait for
  * them. The last thread to leave calls it, and so does a thread that held comm without being
  * inside. It looks for the failure before it looks for threads: one that enters later sees the
- * failure too and reads nothing. tests/crew.pml is a model of it. */
+ * failure too and reads nothing. tests/team.pml is a model of it. */
 static void ra__talk_part(ra__talk *k) {
     const ra_transport *shared = k->shared;
     if (!shared || !ra__load_i32(&k->failed) || ra__add_i32(&k->inside, 0)) return;
@@ -19887,7 +19893,7 @@ static int ra__ring_take(ra_ring *r, int which) {
 
 /* Shows the owners of keys read here that this rank computes, and checks whether readers of its own
  * keys do. Their work counts as progress of a rank that has finished its own: it may take long. */
-static void ra__ring_pulse(ra_ring *r) {
+static void ra__ring_watch_readers(ra_ring *r) {
     int64_t computed = ra__load_i64(&r->computed), alive = ra__load_i64(&r->alive);
     if (computed != r->computed_seen)
         for (int32_t i = 0; i < r->queue[RA__NOTICES_OUT].total; i++)
@@ -19900,7 +19906,7 @@ static void ra__ring_pulse(ra_ring *r) {
 /* Posts all messages that may be posted now. */
 static void ra__ring_more(ra_ring *r) {
     ra__ring_release(r);
-    if (r->notices) ra__ring_pulse(r);
+    if (r->notices) ra__ring_watch_readers(r);
     ra__ring_more_receives(r);
     ra__ring_more_returns(r);
     ra__ring_more_sends(r);
@@ -19938,7 +19944,7 @@ static void ra__ring_advance(ra_ring *r) {
     int64_t f = r->claim_fold;
     ra_event e = ra__event_none();
     for (int32_t i = 0; i < r->plan->d.threads; i++)
-        f = ra__min(f, ra__load_i64(&r->desk[i].slot.held));
+        f = ra__min(f, ra__load_i64(&r->worker[i].slot.held));
     if (f <= r->folded) return;
     ra__store_i64(&r->folded, f);
     e.sequence = r->lists->fold[f - 1].sequence;
@@ -19976,20 +19982,20 @@ static int64_t ra__step_work(const ra_desc *d, int32_t backward) {
 
 /* Claims the next task if its chunk has come and the task has folded the chunk before. Skips tasks
  * that have folded it already, together with an earlier one, or see none of it. Under `sched`. */
-static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
+static int ra__ring_claim(ra_ring *r, ra__worker *worker) {
     ra__ring_advance(r);
     for (;;) {
         int64_t f = r->claim_fold;
         if (f >= r->lists->folds || !ra__ring_inputs_ready(r, f)) return 0;
-        desk->claim.fold = f;
+        worker->claim.fold = f;
         int32_t b = r->lists->fold[f].sequence;
-        desk->claim.task = r->lists->task_begin[b] + r->claim_task;
+        worker->claim.task = r->lists->task_begin[b] + r->claim_task;
         int32_t before = r->lists->fold[f].index;
-        int32_t next = ra__load_i32(&r->turn[desk->claim.task].next);
+        int32_t next = ra__load_i32(&r->turn[worker->claim.task].next);
         if (next < before) return 0;
         if (next == before) {
-            desk->open = 0;
-            ra__store_i64(&desk->slot.held, f);
+            worker->open = 0;
+            ra__store_i64(&worker->slot.held, f);
         }
         if (++r->claim_task == r->lists->task_begin[b + 1] - r->lists->task_begin[b]) {
             r->claim_task = 0;
@@ -20032,7 +20038,8 @@ static void ra__ring_folded(ra_ring *r, int64_t f, const ra__tally *n, ra_event 
 
 /* The first entry from f on of a task's sequence that any of its rows may see; RA__NONE: none.
  * Counts the tiles of the entries that it skips. */
-static int64_t ra__fold_next(const ra_ring *r, const ra__fold_hand *h, int64_t f, ra__tally *n) {
+static int64_t ra__fold_next(const ra_ring *r, const ra__fold_progress *h, int64_t f,
+                             ra__tally *n) {
     for (;; f++) {
         const ra__chunk *c = ra__entry_chunk(r, f);
         if (c && (r->work.any_position || ra__chunk_seen(c, &h->seen))) return f;
@@ -20042,24 +20049,24 @@ static int64_t ra__fold_next(const ra_ring *r, const ra__fold_hand *h, int64_t f
 }
 
 /* Sets the geometry and the first chunk of a claimed task. */
-static void ra__fold_open(const ra_ring *r, ra__desk *desk, uint8_t *memory, ra__tally *n) {
+static void ra__fold_open(const ra_ring *r, ra__worker *worker, uint8_t *memory, ra__tally *n) {
     RA__OWN_FP ra__fp fp = ra__fp_enter();
     const ra_plan *p = r->plan;
-    const int32_t b = r->lists->fold[desk->claim.fold].sequence;
-    ra__fold_hand *h = &desk->hand.fold;
+    const int32_t b = r->lists->fold[worker->claim.fold].sequence;
+    ra__fold_progress *h = &worker->progress.fold;
     const int64_t blocks = ra__side_blocks(&r->work.q_side, b);
     ra__arena a = { memory, 0 };
     ra__scratch_carve(&a, &p->d, p->sizes.panels, &h->x);
     h->t = ra__task_of(b, blocks * (p->d.q_heads / p->d.kv_heads), p->sizes.panels,
-                       desk->claim.task - r->lists->task_begin[b]);
+                       worker->claim.task - r->lists->task_begin[b]);
     ra__task_rows(&r->work, &h->t, &h->x);
     h->seen = ra__bounds_none();
     for (int32_t i = 0; i < h->t.count; i++) ra__bounds_join(&h->seen, &h->x.at[i].bounds);
-    h->next = ra__fold_next(r, h, desk->claim.fold, n);
-    h->x.block = r->turn[desk->claim.task].blocks;
+    h->next = ra__fold_next(r, h, worker->claim.fold, n);
+    h->x.block = r->turn[worker->claim.task].blocks;
     h->loaded = 0;
     h->received = -1;
-    desk->open = 1;
+    worker->open = 1;
 }
 
 /* The running sums of a task are stored, after so many blocks of its next entry. */
@@ -20069,27 +20076,27 @@ static void ra__turn_store(ra__turn *turn, int64_t blocks) {
 }
 
 /* Loads the queries and the running state of a task into its scratch. */
-static void ra__fold_load(const ra_ring *r, const ra__desk *desk, ra__fold_hand *h) {
-    if (!h->loaded) ra__task_data(&r->work, &h->t, &h->x, !r->turn[desk->claim.task].begun);
+static void ra__fold_load(const ra_ring *r, const ra__worker *worker, ra__fold_progress *h) {
+    if (!h->loaded) ra__task_data(&r->work, &h->t, &h->x, !r->turn[worker->claim.task].begun);
     h->loaded = 1;
 }
 
 /* Continues the chunk in hand; 1: it is folded, and the next one is known. */
-static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e) {
-    ra__fold_hand *h = &desk->hand.fold;
+static int ra__fold_chunk(ra_ring *r, ra__worker *worker, ra__tally *n, ra_event *e) {
+    ra__fold_progress *h = &worker->progress.fold;
     const int64_t f = h->next;
     int done;
     (void)ra__ring_item(r, f, &h->item);
     h->received = r->lists->fold[f].recv;
     {
         RA__OWN_FP ra__fp fp = ra__fp_enter();
-        ra__fold_load(r, desk, h);
+        ra__fold_load(r, worker, h);
         done = ra__task_some(&r->work, &h->t, &h->item, &h->x, n);
     }
     if (done) {
         h->x.block = 0;
         h->next = r->lists->fold[f].last ? RA__NONE : ra__fold_next(r, h, f + 1, n);
-        if (h->next != RA__NONE) ra__store_i64(&desk->slot.held, h->next);
+        if (h->next != RA__NONE) ra__store_i64(&worker->slot.held, h->next);
     }
     ra__ring_folded(r, f, n, e);
     memset(n, 0, sizeof *n);
@@ -20116,7 +20123,7 @@ static int32_t ra__fold_series(const ra_ring *r, int32_t recv) {
     return recv / (int32_t)ra__max(1, ra__max(d->buffers / 2, few));
 }
 
-static int ra__fold_joins(const ra_ring *r, const ra__fold_hand *h) {
+static int ra__fold_joins(const ra_ring *r, const ra__fold_progress *h) {
     const int32_t recv = r->lists->fold[h->next].recv;
     if (h->x.block > 0) return 1;
     if (h->x.folded * RA_BLOCK_TOKENS >= RA__SERIES_KEYS) return 0;
@@ -20130,25 +20137,25 @@ static int ra__fold_joins(const ra_ring *r, const ra__fold_hand *h) {
  * RA__SERIES_KEYS keys are folded or buffers should be released. The running sums stay in the
  * scratch until then. 1: the task is stored and may be claimed again.
  * PERF: at 16K tokens, 4 ranks, D 64/96, storing to O after every 256 keys costs 30 %. */
-static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memory) {
-    ra__fold_hand *h = &desk->hand.fold;
-    ra__turn *turn = &r->turn[desk->claim.task];
+static int ra__ring_fold(ra_ring *r, ra__worker *worker, ra_event *e, uint8_t *memory) {
+    ra__fold_progress *h = &worker->progress.fold;
+    ra__turn *turn = &r->turn[worker->claim.task];
     ra__tally n = { { 0, 0, 0 } };
     int more = 1;
-    if (!desk->open) ra__fold_open(r, desk, memory, &n);
+    if (!worker->open) ra__fold_open(r, worker, memory, &n);
     h->x.left = r->step_work;
-    h->x.between = ra__slot_between(&desk->slot);
+    h->x.between = ra__slot_between(&worker->slot);
     e->q_row = h->x.at[0].seg.row;
     const ra__seg *end = &h->x.at[h->t.count - 1].seg;
     e->q_rows = end->row + end->rows - e->q_row;
     e->head = h->x.at[0].head;
     while (more && h->next != RA__NONE && ra__ring_inputs_ready(r, h->next) &&
            ra__fold_joins(r, h))
-        more = h->x.left > 0 && ra__fold_chunk(r, desk, &n, e);
+        more = h->x.left > 0 && ra__fold_chunk(r, worker, &n, e);
     if (more) {
-        if (n.tiles[RA__EMPTY]) ra__ring_folded(r, desk->claim.fold, &n, e);
+        if (n.tiles[RA__EMPTY]) ra__ring_folded(r, worker->claim.fold, &n, e);
         RA__OWN_FP ra__fp fp = ra__fp_enter();
-        if (h->next == RA__NONE) ra__fold_load(r, desk, h);
+        if (h->next == RA__NONE) ra__fold_load(r, worker, h);
         if (h->loaded) ra__task_save(&r->work, &h->t, &h->x, h->next == RA__NONE);
         if (h->loaded) ra__turn_store(turn, 0);
         ra__store_i32(&turn->next, h->next == RA__NONE ? INT32_MAX
@@ -20218,9 +20225,9 @@ static void ra__ring_stripe(ra_ring *r) {
 }
 
 /* The keys of a task, with the sums of its kv head. 0: there are none. */
-static int ra__ring_keys(const ra_ring *r, const ra__desk *desk, ra__item *item, ra__grads *g) {
-    const ra__back_slice *s = &desk->hand.back.s;
-    const int64_t f = desk->claim.fold;
+static int ra__ring_keys(const ra_ring *r, const ra__worker *worker, ra__item *item, ra__grads *g) {
+    const ra__back_slice *s = &worker->progress.back.s;
+    const int64_t f = worker->claim.fold;
     if (!ra__ring_item(r, f, item)) return 0;
     ra__ring_grad_views(&r->plan->d, &item->c, ra__ring_fold_grads(r, f), s->t.kv_head, g);
     if (!s->want_q) ra__item_part(item, g, s->part, s->parts);
@@ -20229,13 +20236,13 @@ static int ra__ring_keys(const ra_ring *r, const ra__desk *desk, ra__item *item,
 
 /* Clears the sums of dK and dV of a task or, if `last`, adds them to the caller's. 1: all of
  * them. */
-static int ra__back_keys(const ra_ring *r, ra__desk *desk, int last) {
-    ra__back_hand *h = &desk->hand.back;
+static int ra__back_keys(const ra_ring *r, ra__worker *worker, int last) {
+    ra__back_progress *h = &worker->progress.back;
     ra__item item;
     ra__grads g, part;
     ra__chunk c;
     memset(&g, 0, sizeof g);
-    if (!(last ? h->keys_last : h->keys_first) || !ra__ring_keys(r, desk, &item, &g)) return 1;
+    if (!(last ? h->keys_last : h->keys_first) || !ra__ring_keys(r, worker, &item, &g)) return 1;
     const int64_t rows = ra__chunk_rows(&item.c);
     while (h->at < rows) {
         if (h->x.left <= 0) return 0;
@@ -20243,16 +20250,16 @@ static int ra__back_keys(const ra_ring *r, ra__desk *desk, int last) {
         h->x.left -= RA__TILE_WORK;
         if (last) ra__grads_finish(&r->back, &c, h->s.t.kv_head, r->d_kv, &part);
         else ra__grads_clear(&r->plan->d, &c, &part);
-        if (desk->slot.polls) ra__talk_round_if_due(desk->slot.talk);
+        if (worker->slot.polls) ra__talk_round_if_due(worker->slot.talk);
     }
     return 1;
 }
 
 /* Prepares the keys of a task. Without any the item is empty, because dQ must be cleared and
  * written. */
-static void ra__back_item_open(const ra_ring *r, ra__desk *desk, int begins, int ends) {
-    ra__back_hand *h = &desk->hand.back;
-    const int any = ra__ring_keys(r, desk, &h->item, &h->g);
+static void ra__back_item_open(const ra_ring *r, ra__worker *worker, int begins, int ends) {
+    ra__back_progress *h = &worker->progress.back;
+    const int any = ra__ring_keys(r, worker, &h->item, &h->g);
     if (!any) memset(&h->item, 0, sizeof h->item);
     if (!any || !h->s.want_k) {
         memset(h->g.dk, 0, sizeof h->g.dk);
@@ -20265,20 +20272,20 @@ static void ra__back_item_open(const ra_ring *r, ra__desk *desk, int begins, int
 
 /* Continues all keys of a task against all its queries, in the tiles of a phase. begins, ends: this
  * is the first, the last phase of the chunk. 1: done. */
-static int ra__back_pass_some(const ra_ring *r, ra__desk *desk, int32_t phase, int begins,
+static int ra__back_pass_some(const ra_ring *r, ra__worker *worker, int32_t phase, int begins,
                               int ends) {
-    ra__back_hand *h = &desk->hand.back;
+    ra__back_progress *h = &worker->progress.back;
     h->x.phase = phase;
-    if (!h->opened) ra__back_item_open(r, desk, begins, ends);
+    if (!h->opened) ra__back_item_open(r, worker, begins, ends);
     h->opened = !ra__back_some(&r->back, &h->s.t, &h->item, &h->g, &h->x);
     return !h->opened;
 }
 
 /* Gradients of the sinks of the heads of a task. 1: all of them. */
-static int ra__back_sinks(const ra_ring *r, ra__desk *desk) {
-    ra__back_hand *h = &desk->hand.back;
+static int ra__back_sinks(const ra_ring *r, ra__worker *worker) {
+    ra__back_progress *h = &worker->progress.back;
     const int32_t group = r->plan->d.q_heads / r->plan->d.kv_heads;
-    if (desk->claim.fold != 0 || !r->t.d_sinks || !h->s.want_q || h->s.part) return 1;
+    if (worker->claim.fold != 0 || !r->t.d_sinks || !h->s.want_q || h->s.part) return 1;
     for (; h->at < group; h->at++)
         if (!ra__back_sink_some(&r->back, h->s.t.kv_head * group + (int32_t)h->at, &h->x)) return 0;
     return 1;
@@ -20289,32 +20296,32 @@ enum { RA__STAGE_CLEAR, RA__STAGE_TILES, RA__STAGE_BEFORE, RA__STAGE_KEYS, RA__S
        RA__STAGES };
 
 /* Continues the stage in hand; 1: it is done. */
-static int ra__back_stage(const ra_ring *r, ra__desk *desk) {
-    const int32_t phase = r->lists->fold[desk->claim.fold].phase;
+static int ra__back_stage(const ra_ring *r, ra__worker *worker) {
+    const int32_t phase = r->lists->fold[worker->claim.fold].phase;
     const int twice = r->plan->owner_folds_twice && phase == RA__BOTH;
-    ra__back_hand *h = &desk->hand.back;
+    ra__back_progress *h = &worker->progress.back;
     switch (h->stage) {
-    case RA__STAGE_CLEAR: return ra__back_keys(r, desk, 0);
+    case RA__STAGE_CLEAR: return ra__back_keys(r, worker, 0);
     case RA__STAGE_TILES:
-        return ra__back_pass_some(r, desk, twice ? RA__AFTER : phase, 1, !twice);
+        return ra__back_pass_some(r, worker, twice ? RA__AFTER : phase, 1, !twice);
     case RA__STAGE_BEFORE:
-        return !twice || ra__back_pass_some(r, desk, RA__BEFORE, 0, 1);
-    case RA__STAGE_KEYS: return ra__back_keys(r, desk, 1);
-    default: return ra__back_sinks(r, desk);
+        return !twice || ra__back_pass_some(r, worker, RA__BEFORE, 0, 1);
+    case RA__STAGE_KEYS: return ra__back_keys(r, worker, 1);
+    default: return ra__back_sinks(r, worker);
     }
 }
 
 /* Sets the slice of a claimed task, and which of its sums begin and end with this chunk. */
-static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory) {
+static void ra__back_progress_open(const ra_ring *r, ra__worker *worker, uint8_t *memory) {
     const ra_desc *d = &r->plan->d;
-    const ra__fold *at = &r->lists->fold[desk->claim.fold];
+    const ra__fold *at = &r->lists->fold[worker->claim.fold];
     const int32_t own = at->own, b = at->sequence;
     const ra__view dq = ra__view_sums(r->dq, r->plan->report.q_rows, d->q_heads, d->k_dim);
-    ra__back_hand *h = &desk->hand.back;
+    ra__back_progress *h = &worker->progress.back;
     ra__arena a = { memory, 0 };
     memset(h, 0, sizeof *h);
     ra__back_carve(&a, d, 0, &h->x);
-    h->s = ra__ring_slice(r, b, desk->claim.task - r->lists->task_begin[b],
+    h->s = ra__ring_slice(r, b, worker->claim.task - r->lists->task_begin[b],
                           ra__side_blocks(&r->work.q_side, b));
     if (h->s.want_q && r->back.d_q.data)
         h->g.dq = ra__view_at(dq, b, 0, h->s.t.kv_head * (d->q_heads / d->kv_heads));
@@ -20324,19 +20331,19 @@ static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory
                    (r->lists->own[own].returned < 0 || at->phase == RA__BEFORE);
     h->q_first = at->index == 0;
     h->q_last = at->last;
-    desk->open = 1;
+    worker->open = 1;
 }
 
 /* Continues a task of a backward pass; 1: it has folded the claimed chunk. */
-static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memory) {
+static int ra__ring_back(ra_ring *r, ra__worker *worker, ra_event *e, uint8_t *memory) {
     const ra_plan *p = r->plan;
-    const int64_t f = desk->claim.fold;
+    const int64_t f = worker->claim.fold;
     const int32_t chunk = r->lists->fold[f].chunk;
-    ra__back_hand *h = &desk->hand.back;
-    if (!desk->open) ra__back_hand_open(r, desk, memory);
+    ra__back_progress *h = &worker->progress.back;
+    if (!worker->open) ra__back_progress_open(r, worker, memory);
     h->x.left = r->step_work;
-    h->x.between = ra__slot_between(&desk->slot);
-    while (h->stage < RA__STAGES && h->x.left > 0 && ra__back_stage(r, desk)) {
+    h->x.between = ra__slot_between(&worker->slot);
+    while (h->stage < RA__STAGES && h->x.left > 0 && ra__back_stage(r, worker)) {
         h->stage++;
         h->at = 0;
     }
@@ -20347,25 +20354,25 @@ static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     e->head = h->s.t.kv_head * (p->d.q_heads / p->d.kv_heads);
     ra__ring_folded(r, f, &h->x.tally, e);
     memset(&h->x.tally, 0, sizeof h->x.tally);
-    if (done) ra__store_i32(&r->turn[desk->claim.task].next, r->lists->fold[f].index + 1);
+    if (done) ra__store_i32(&r->turn[worker->claim.task].next, r->lists->fold[f].index + 1);
     return done;
 }
 
 /* Computes the task in hand for one step. */
 static ra_status ra__ring_work(void *of, ra__slot *slot, int ith) {
     ra_ring *r = (ra_ring *)of;
-    ra__desk *desk = (ra__desk *)(void *)slot;
+    ra__worker *worker = (ra__worker *)(void *)slot;
     const ra_plan *p = r->plan;
-    uint8_t *memory = r->scratch + r->scratch_bytes * (desk - r->desk);
-    int64_t f = desk->claim.fold;
+    uint8_t *memory = r->scratch + r->scratch_bytes * (worker - r->worker);
+    int64_t f = worker->claim.fold;
     int code = 0, done = 1;
     ra_event e = ra__event_none();
     e.sequence = r->lists->fold[f].sequence;
     e.thread = ith;
     e.begin_ns = ra__talk_now(&r->talk);
-    if (p->d.engine) code = ra__ring_engine(r, &desk->claim, &e, memory);
-    else if (r->lists->backward) done = ra__ring_back(r, desk, &e, memory);
-    else done = ra__ring_fold(r, desk, &e, memory);
+    if (p->d.engine) code = ra__ring_engine(r, &worker->claim, &e, memory);
+    else if (r->lists->backward) done = ra__ring_back(r, worker, &e, memory);
+    else done = ra__ring_fold(r, worker, &e, memory);
     if (code) {
         ra__store_i32(&r->engine_failed, 1);           /* even if another failure is recorded */
         ra__cause why = ra__nobody;
@@ -20373,7 +20380,7 @@ static ra_status ra__ring_work(void *of, ra__slot *slot, int ith) {
         why.chunk = ra__max(r->lists->fold[f].chunk, -1);
         return ra__talk_fail(&r->talk, RA_E_ENGINE, why);
     }
-    if (done) ra__store_i64(&desk->slot.held, RA__NONE);
+    if (done) ra__store_i64(&worker->slot.held, RA__NONE);
     (void)ra__add_i64(&r->computed, 1);
     ra__talk_note_progress(&r->talk);
     ra__ring_progress(r);
@@ -20398,7 +20405,7 @@ static int ra__ring_round(void *of, int computes) {
     return moved;
 }
 
-/* Tries to claim a task for a desk: RA_WAIT if there is none, RA_AGAIN if there is one or another
+/* Tries to claim a task for a worker: RA_WAIT if there is none, RA_AGAIN if there is one or another
  * thread is claiming. *moved: more entries are folded by all tasks. */
 static ra_status ra__ring_claim_task(void *of, ra__slot *slot, int *moved) {
     ra_ring *r = (ra_ring *)of;
@@ -20406,7 +20413,7 @@ static ra_status ra__ring_claim_task(void *of, ra__slot *slot, int *moved) {
     if (!ra__cas_i32(&r->sched, 0, 1)) return RA_AGAIN;
     if (ra__load_i32(&r->talk.state) == RA_RING_RUNNING) {
         int64_t before = r->folded;
-        claimed = ra__ring_claim(r, (ra__desk *)(void *)slot);
+        claimed = ra__ring_claim(r, (ra__worker *)(void *)slot);
         *moved |= r->folded != before;
     }
     ra__store_i32(&r->sched, 0);
@@ -20890,7 +20897,7 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
  * the bits that it would have had without the failure; or, on all ranks, the same reason why it
  * cannot go on.
  *
- * What is kept: the list of folds, how far each task is in it (turns, desks, running sums), and
+ * What is kept: the list of folds, how far each task is in it (turns, workers, running sums), and
  * every message that was received, checked and not overwritten (ra__kept). So every row folds the
  * remaining chunks in the original order. Only the sources of missing chunks are new. The entries
  * of lists->recv after the kept ones are the missing chunks, in the order of folds.
@@ -20900,8 +20907,8 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
  * passes is resumed. In the second round each rank sends a report: which pieces of chunks it needs,
  * which it holds, and whose keys it can give. All ranks have the same reports, so they compute the
  * same source of each missing chunk (ra__reports_source). If a chunk has no source, or for another
- * reason, the verdict is not to go on. It is the same on all ranks, no chunk has moved, and no rank
- * aborts the transport.
+ * reason, the decision is not to go on. It is the same on all ranks, no chunk has moved, and no
+ * rank aborts the transport.
  *
  * Chunks are pulled. A rank posts a receive into a free buffer and then sends its source a request.
  * So every chunk that is sent has a buffer, and no order of ranks can deadlock. A rank has one
@@ -20959,8 +20966,8 @@ struct ra__resume {
     ra__reports reports;
     int64_t pass;                      /* the one that is resumed */
     int32_t complete;                  /* 1: every rank has it complete */
-    ra_status verdict;                 /* RA_OK: it goes on */
-    ra__cause cause;                   /* of the verdict */
+    ra_status decision;                /* RA_OK: it goes on */
+    ra__cause cause;                   /* of the decision */
     ra__pass_lists lists;
     ra__queue queue[2];                /* receives and sends of the resumed pass */
     ra_transport_op **list;
@@ -21043,13 +21050,13 @@ static int ra__resume_misses(const ra_ring *r, int64_t f) {
     return f >= r->folded && recv >= 0 && !ra__resume_intact(r, recv);
 }
 
-/* Stores the task of a desk, and how many blocks of the current chunk it has folded. Blocks that
+/* Stores the task of a worker, and how many blocks of the current chunk it has folded. Blocks that
  * wait for their fold are folded first. If their memory was lent by the transport they are left for
  * later, and taken out of the counts. The bits of a sum do not depend on the block after which it
  * is stored. */
-static void ra__resume_store_task(ra_ring *r, ra__desk *desk) {
-    ra__fold_hand *h = &desk->hand.fold;
-    ra__turn *turn = &r->turn[desk->claim.task];
+static void ra__resume_store_task(ra_ring *r, ra__worker *worker) {
+    ra__fold_progress *h = &worker->progress.fold;
+    ra__turn *turn = &r->turn[worker->claim.task];
     const ra__fp mode = ra__fp_enter();
     if (h->x.waiting && ra__resume_misses(r, h->next)) {
         const int64_t *held = h->x.waiting_tally.tiles;
@@ -21067,16 +21074,16 @@ static void ra__resume_store_task(ra_ring *r, ra__desk *desk) {
     }
     ra__fp_leave(&mode);
     ra__store_i32(&turn->next, r->lists->fold[h->next].index);
-    ra__store_i64(&desk->slot.held, RA__NONE);
+    ra__store_i64(&worker->slot.held, RA__NONE);
 }
 
-/* Stores the tasks of all desks. They are claimed anew, by any thread: a thread whose task waits
+/* Stores the tasks of all workers. They are claimed anew, by any thread: a thread whose task waits
  * for a missing chunk would otherwise not take a task of an earlier one. */
 static void ra__resume_store_tasks(ra_ring *r) {
     ra__ring_advance(r);
     for (int32_t i = 0; i < r->plan->d.threads; i++)
-        if (ra__load_i64(&r->desk[i].slot.held) != RA__NONE && r->desk[i].open)
-            ra__resume_store_task(r, &r->desk[i]);
+        if (ra__load_i64(&r->worker[i].slot.held) != RA__NONE && r->worker[i].open)
+            ra__resume_store_task(r, &r->worker[i]);
     r->claim_fold = r->folded;
     r->claim_task = 0;
 }
@@ -21177,10 +21184,10 @@ static ra__cause ra__resume_cause(int32_t rank, int64_t chunk, const char *why) 
     return x;
 }
 
-/* Sets the verdict not to go on. rank: the rank of the plan that `why` is about. */
-static void ra__resume_set_verdict(ra_ring *r, ra_status s, int32_t rank, int64_t chunk,
+/* Sets the decision not to go on. rank: the rank of the plan that `why` is about. */
+static void ra__resume_set_decision(ra_ring *r, ra_status s, int32_t rank, int64_t chunk,
                              const char *why) {
-    r->resume->verdict = s;
+    r->resume->decision = s;
     r->resume->cause = ra__resume_cause(rank, chunk, why);
 }
 
@@ -21189,7 +21196,8 @@ static int64_t ra__resume_pass_of(const ra__resume *x, int32_t i) {
     return x->peer[i].hello.frame.pass & (((int64_t)1 << RA__EPOCH_BIT) - 1);
 }
 
-/* Sets the verdict if peer i cannot take part in the pass that is resumed, whose hash is `hash`. */
+/* Sets the decision if peer i cannot take part in the pass that is resumed, whose hash is
+ * `hash`. */
 static void ra__resume_check_peer(ra_ring *r, int32_t i, uint64_t hash) {
     const ra__hello *h = &r->resume->peer[i].hello;
     const int64_t ahead = ra__resume_pass_of(r->resume, i) - r->resume->pass;
@@ -21199,9 +21207,9 @@ static void ra__resume_check_peer(ra_ring *r, int32_t i, uint64_t hash) {
     if (!ahead && (h->state & RA__RANK_BACKWARD)) why = "has a backward pass: begin it anew";
     else if (!ahead && (h->state & RA__RANK_ENGINE)) why = "has an engine that failed";
     else if (ahead > 1 || !its) why = "has had more than one pass since: see resumable";
-    if (why) ra__resume_set_verdict(r, RA_E_UNSUPPORTED, rank, -1, why);
+    if (why) ra__resume_set_decision(r, RA_E_UNSUPPORTED, rank, -1, why);
     else if (its != hash)
-        ra__resume_set_verdict(r, RA_E_MISMATCH, rank, -1, "has another pass of that number");
+        ra__resume_set_decision(r, RA_E_MISMATCH, rank, -1, "has another pass of that number");
 }
 
 /* From all hellos: the pass that is resumed, and whether it can be. */
@@ -21215,7 +21223,7 @@ static void ra__resume_agree(ra_ring *r) {
     for (int32_t i = 0; i < x->n; i++)
         if (ra__resume_pass_of(x, i) == x->pass)
             x->complete &= (x->peer[i].hello.state & RA__RANK_COMPLETE) != 0;
-    for (int32_t i = 0; i < x->n && !x->complete && !x->verdict; i++)
+    for (int32_t i = 0; i < x->n && !x->complete && !x->decision; i++)
         ra__resume_check_peer(r, i, x->peer[first].hello.frame.hash);
 }
 
@@ -21518,7 +21526,7 @@ static ra_status ra__resume_take_request(ra_ring *r, int32_t i) {
     const int32_t kind = peer->from_peer.kind, c = peer->from_peer.chunk;
     const int ends = kind == RA__FRAME_END;
     int64_t length = RA__FRAME_BYTES;
-    if (!ends && (x->verdict || x->complete || c < 0 || c >= r->plan->keys.chunks ||
+    if (!ends && (x->decision || x->complete || c < 0 || c >= r->plan->keys.chunks ||
                   !ra__need(&r->plan->keys, c, x->rank[i])))
         return ra__resume_refuse(r, RA_E_PROTO, i);
     if (!ends) length = ra__ring_length(r, c, ra__plan_need_hop(r->plan, c, x->rank[i]));
@@ -21530,24 +21538,24 @@ static ra_status ra__resume_take_request(ra_ring *r, int32_t i) {
 }
 
 /* The hello or, in the second round, the report of rank i of the meeting; its bytes. */
-static uint8_t *ra__resume_letter(const ra__resume *x, int32_t i, int64_t *bytes) {
+static uint8_t *ra__resume_message(const ra__resume *x, int32_t i, int64_t *bytes) {
     *bytes = x->stage == RA__MEET_REPORT ? x->reports.bytes : (int64_t)sizeof(ra__hello);
     return x->stage == RA__MEET_REPORT ? x->reports.of + i * x->reports.bytes
                                        : (uint8_t *)&x->peer[i].hello;
 }
 
 /* Checks the message of the meeting that has come from peer i. */
-static ra_status ra__resume_check_letter(ra_ring *r, int32_t i) {
+static ra_status ra__resume_check_message(ra_ring *r, int32_t i) {
     const ra__resume *x = r->resume;
     const int hello = x->stage == RA__MEET_HELLO;
     int64_t bytes;
-    const uint8_t *letter = ra__resume_letter(x, i, &bytes);
+    const uint8_t *message = ra__resume_message(x, i, &bytes);
     ra__frame f;
-    memcpy(&f, letter, sizeof f);
+    memcpy(&f, message, sizeof f);
     const ra_status s =
-        ra__resume_check(r, i, letter, hello ? RA__FRAME_MEET : RA__FRAME_REPORT, bytes);
+        ra__resume_check(r, i, message, hello ? RA__FRAME_MEET : RA__FRAME_REPORT, bytes);
     if (s) return s;
-    if (f.topics != ra__hash_of(letter + sizeof f, (size_t)bytes - sizeof f))
+    if (f.topics != ra__hash_of(message + sizeof f, (size_t)bytes - sizeof f))
         return ra__resume_refuse(r, RA_E_PROTO, i);
     if (hello && x->peer[i].hello.ranks != x->peer[x->me].hello.ranks)
         return ra__resume_refuse(r, RA_E_MISMATCH, i);
@@ -21559,7 +21567,7 @@ static void ra__resume_meet(ra_ring *r) {
     ra__resume *x = r->resume;
     for (int32_t i = 0; i < x->n; i++) {
         int64_t bytes;
-        uint8_t *in = ra__resume_letter(x, i, &bytes), *out = ra__resume_letter(x, x->me, &bytes);
+        uint8_t *in = ra__resume_message(x, i, &bytes), *out = ra__resume_message(x, x->me, &bytes);
         if (i == x->me || x->peer[i].in) continue;
         ra__resume_post(r, i, 0, in, bytes);
         ra__resume_post(r, i, 1, out, bytes);
@@ -21602,7 +21610,7 @@ static ra_status ra__resume_take_controls(ra_ring *r) {
         if (!done) continue;
         peer->in = 2;
         done = x->stage == RA__MEET_OVER ? ra__resume_take_request(r, i)
-                                         : ra__resume_check_letter(r, i);
+                                         : ra__resume_check_message(r, i);
         if (done) return done;
     }
     return RA_OK;
@@ -21637,17 +21645,17 @@ static ra_status ra__resume_next_round(ra_ring *r) {
         x->stage = RA__MEET_OVER;
         lost = ra__reports_lost(&x->reports);
         if (lost < 0) ra__resume_open(r);
-        else ra__resume_set_verdict(r, RA_E_PEER, r->plan->keys.chunk[lost].owner, lost,
+        else ra__resume_set_decision(r, RA_E_PEER, r->plan->keys.chunk[lost].owner, lost,
                               "is gone, and nobody holds this chunk of it or can fetch it");
         return RA_OK;
     }
     ra__resume_agree(r);
-    x->stage = x->verdict || x->complete ? RA__MEET_OVER : RA__MEET_REPORT;
+    x->stage = x->decision || x->complete ? RA__MEET_OVER : RA__MEET_REPORT;
     if (x->stage == RA__MEET_REPORT) s = ra__resume_prepare(r);
     return s ? ra__talk_fail(&r->talk, s, ra__nobody) : RA_OK;
 }
 
-/* Ends the communication once every rank has what it needs, or the same verdict. */
+/* Ends the communication once every rank has what it needs, or the same decision. */
 static ra_status ra__resume_end(ra_ring *r) {
     ra__resume *x = r->resume;
     for (int32_t i = 0; i < x->n; i++)
@@ -21656,7 +21664,7 @@ static ra_status ra__resume_end(ra_ring *r) {
             return RA_OK;
     if (r->queue[RA__SENDS].done < r->queue[RA__SENDS].posted || x->stage != RA__MEET_OVER)
         return RA_OK;
-    if (!x->verdict && r->meeting && !x->complete) return RA_OK;
+    if (!x->decision && r->meeting && !x->complete) return RA_OK;
     if (!r->meeting && r->queue[RA__RECEIVES].done < r->queue[RA__RECEIVES].total) return RA_OK;
     if (x->complete && r->meeting) {       /* nothing to fold, here or elsewhere */
         if (r->talk.pass == x->pass + 1 && r->earlier.plan) ra__resume_step_back(r);
@@ -21666,11 +21674,11 @@ static ra_status ra__resume_end(ra_ring *r) {
     }
     if (r->talking) r->moves++;
     r->talking = 0;
-    if (!x->verdict) return RA_OK;
+    if (!x->decision) return RA_OK;
     ra__tp_rest(&r->talk.tp);
     r->talk.quiet = 1;                      /* nothing is pending: neither abort nor quiesce */
     ra__store_i32(&r->talk.aborted, 1);
-    return ra__talk_fail(&r->talk, x->verdict, x->cause);
+    return ra__talk_fail(&r->talk, x->decision, x->cause);
 }
 
 /* A round of communication, like ra__ring_comm. */
@@ -21990,7 +21998,7 @@ typedef struct ra__cache_portion {
 
 /* A slot of a cache, with the portion that is computed there. A step may leave it unfinished, and a
  * later step of any thread continues it. */
-typedef struct ra__cache_desk {
+typedef struct ra__cache_worker {
     ra__slot slot;                     /* held: the number of the portion */
     float *partial[RA__TREE_DEPTH + 3]; /* partial results; the last: of a portion of one rank */
     uint8_t *workspace;
@@ -21998,7 +22006,7 @@ typedef struct ra__cache_desk {
     ra_tensors t;                      /* of the call on keys of a lane */
     ra_run run;
     ra__attend a;
-} ra__cache_desk;
+} ra__cache_worker;
 
 struct ra_cache {
     ra__talk talk;
@@ -22069,7 +22077,7 @@ struct ra_cache {
                                         * stages that are done */
     int32_t urgent;                    /* under comm. 1: more may move at once, or other ranks wait
                                         * for what this one sends */
-    ra__cache_desk *desk;              /* [threads] */
+    ra__cache_worker *worker;          /* [threads] */
 };
 
 /* -------------------------------------------------------------------------- ownership */
@@ -22313,18 +22321,18 @@ static int64_t ra__keys_most(const ra_cache *c) {
                                                        8 * ra__partial_floats(&c->d)));
 }
 
-static void ra__cache_carve_desks(ra__arena *a, ra_cache *c) {
+static void ra__cache_carve_workers(ra__arena *a, ra_cache *c) {
     const int64_t row = c->group * (int64_t)(c->d.v_dim + 1);
     const int64_t few = ra__max(1, c->decode_tokens) * ra__partial_floats(&c->d);
     const int64_t bytes = ra__max((int64_t)ra_attention_bytes(&c->tile, 1),
                                   (int64_t)ra_attention_bytes(&c->decode, 1));
     for (int32_t i = 0; i < c->d.threads; i++) {
-        ra__cache_desk x;
+        ra__cache_worker x;
         memset(&x, 0, sizeof x);
         for (int32_t j = 0; j < RA__TREE_DEPTH + 3; j++)
             x.partial[j] = (float *)ra__carve(a, 4 * ra__max(c->tile_rows * row, few));
         x.workspace = (uint8_t *)ra__carve(a, bytes);
-        if (a->base) c->desk[i] = x;
+        if (a->base) c->worker[i] = x;
     }
 }
 
@@ -22434,13 +22442,13 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
     c->sums_recv = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
     c->swap = (ra__swap *)ra__carve(a, swaps * (int64_t)sizeof(ra__swap));
     c->talk.list = (ra_transport_op **)ra__carve(a, 2 * swaps * (int64_t)sizeof(ra_transport_op *));
-    c->desk = (ra__cache_desk *)ra__carve(a, c->d.threads * (int64_t)sizeof(ra__cache_desk));
-    c->talk.slots = (uint8_t *)c->desk;
-    c->talk.slot_bytes = sizeof *c->desk;
+    c->worker = (ra__cache_worker *)ra__carve(a, c->d.threads * (int64_t)sizeof(ra__cache_worker));
+    c->talk.slots = (uint8_t *)c->worker;
+    c->talk.slot_bytes = sizeof *c->worker;
     ra__cache_count_slots(c);
     c->slot_data = (float *)ra__carve(a, 4 * c->slots * c->slot_floats);
     ra__cache_carve_messages(a, c);
-    ra__cache_carve_desks(a, c);
+    ra__cache_carve_workers(a, c);
 }
 
 /* -------------------------------------------------------------------------- checks */
@@ -22546,7 +22554,7 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->rank = c->d.rank;
     c->lanes = c->cd.lanes ? c->cd.lanes : ra__lanes_default(c->d.layout.weights, c->ranks);
     c->group = c->d.q_heads / c->d.kv_heads;
-    c->decode_tokens = c->group <= RA__HANDFUL ? RA__HANDFUL / c->group : 0;
+    c->decode_tokens = c->group <= RA__ROW_SET ? RA__ROW_SET / c->group : 0;
     c->lane_rows = ra__ceil_div(c->d.kv_tokens, RA__LANE_BLOCK * (int64_t)c->lanes);
     c->lane_rows *= RA__LANE_BLOCK;
     c->tile_rows = ra__tile_rows(c, c->lanes > 1 ? RA__PANELS / 2 : RA__PANELS);
@@ -23606,8 +23614,8 @@ static int32_t ra__swaps_in(const ra_cache *c) {
 }
 
 /* -------------------------------------------------------------------------- portions
- * Functions named _some continue the portion of a desk until *left multiply-adds are used up. They
- * return RA_OK when their part of it is done, otherwise RA_AGAIN. */
+ * Functions named _some continue the portion of a worker until *left multiply-adds are used up.
+ * They return RA_OK when their part of it is done, otherwise RA_AGAIN. */
 static int32_t ra__portion_heads(const ra_cache *c, const ra__cache_portion *x) {
     return x->heads * c->group;
 }
@@ -23779,7 +23787,7 @@ static int64_t ra__lane_begin(const ra_cache *c, int32_t b, int32_t lane) {
 }
 
 /* Sets K and V of a call: rows of a lane from `row` on, from KV head `head` on. */
-static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lane,
+static void ra__lane_call_keys(const ra_cache *c, ra__cache_worker *y, int32_t lane,
                                int64_t row, int32_t head, ra_desc *d) {
     const int32_t b = y->x.b + (y->x.at.alone ? y->x.at.member : 0);
     const int64_t first = row + ra__lane_begin(c, b, lane);
@@ -23800,7 +23808,7 @@ static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lan
 
 /* Sets y->t for a call of a portion on these rows of a lane. d: its heads are set; gets the counts
  * of rows. */
-static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, ra__range rows,
+static void ra__lane_call(const ra_cache *c, ra__cache_worker *y, int32_t lane, ra__range rows,
                           ra__partial out, ra_desc *d) {
     const ra__query_rows *q = &c->queries;
     const ra__cache_portion *x = &y->x;
@@ -23842,7 +23850,7 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, ra
  * `merges` directly into to[-1], with which the tree merges them next.
  * PERF: panel by panel, while they are in level 1. Zen 5, 256 tokens of 32/8 heads, D 128, bf16, 4
  * lanes, one thread: 4.0 -> 3.7 ms; over 1024 tokens 13.8 -> 13.6. */
-static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
+static ra_status ra__tiles_some(const ra_cache *c, ra__cache_worker *y, int32_t lane,
                                 ra__range rows, const ra__partial *to, int merges,
                                 int64_t *left) {
     const int64_t tile = RA_BLOCK_TOKENS * RA_BLOCK_TOKENS * ra__cache_dims(c);
@@ -23892,13 +23900,13 @@ static int64_t ra__first_leaf(const ra_cache *c, const ra__cache_portion *x, int
 
 /* Sets next to the keys that come after these: of the portion, or of the next one, if this thread
  * is going to claim that.
- * PERF: a call of decoding prefetches one stretch while it computes another. Without `next` nothing
- * is prefetched while it computes its last stretch, and the first one of the next call is read from
+ * PERF: a call of decoding prefetches one section while it computes another. Without `next` nothing
+ * is prefetched while it computes its last section, and the first one of the next call is read from
  * memory as it is used: 256 KB, 25 us. Zen 4, 32/8 heads of D 128 in bf16, one thread, without ->
  * with: 16 sequences of 1024 tokens 3.9 -> 3.5 ms, with 4 and 8 lanes 5.7 -> 3.8, 7.7 -> 4.1; one
  * of 8192 tokens 1.85 -> 1.60. ra_attention over 64 sequences of 64 and 256 tokens takes 0.42 and
  * 0.74 of the time by ra__decode_next. */
-static void ra__leaf_next(const ra_cache *c, const ra__cache_desk *y, int32_t lane, int64_t end,
+static void ra__leaf_next(const ra_cache *c, const ra__cache_worker *y, int32_t lane, int64_t end,
                           uintptr_t next[2]) {
     const ra__cache_portion *x = &y->x;
     int64_t word, left, last = ra__lane_keys(c, lane, x->hi);
@@ -23919,7 +23927,7 @@ static void ra__leaf_next(const ra_cache *c, const ra__cache_desk *y, int32_t la
 
 /* Attends a portion to these keys of a lane in the form of decoding. Its heads are cut only if all
  * of them together are more than a step. */
-static ra_status ra__leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
+static ra_status ra__leaf_some(const ra_cache *c, ra__cache_worker *y, int32_t lane,
                                ra__range keys, ra__partial out, int64_t *left) {
     ra__cache_portion *x = &y->x;
     const int64_t rows = x->at.alone ? 1 : x->rows;
@@ -23954,7 +23962,7 @@ static int64_t ra__partial_work(const ra_cache *c, const ra__cache_portion *x) {
 
 /* Attends joint sequences to a leaf of a lane: in one call if all have the whole leaf in the same
  * pages, otherwise one by one. */
-static ra_status ra__joint_leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
+static ra_status ra__joint_leaf_some(const ra_cache *c, ra__cache_worker *y, int32_t lane,
                                      int64_t leaf, ra__partial out, int64_t *left) {
     ra__cache_portion *x = &y->x;
     const ra__range whole = { leaf * RA__LEAF, (leaf + 1) * RA__LEAF };
@@ -23985,7 +23993,7 @@ static ra_status ra__joint_leaf_some(const ra_cache *c, ra__cache_desk *y, int32
 }
 
 /* Attends a portion to a span of a lane, leaf by leaf. */
-static ra_status ra__span_some(const ra_cache *c, ra__cache_desk *y, int32_t lane, int64_t span,
+static ra_status ra__span_some(const ra_cache *c, ra__cache_worker *y, int32_t lane, int64_t span,
                                ra__partial out, int64_t *left) {
     ra__cache_portion *x = &y->x;
     const int64_t from = ra__lane_keys(c, lane, x->lo), to = ra__lane_keys(c, lane, x->hi);
@@ -24012,7 +24020,8 @@ static float *ra__span_slot(const ra_cache *c, int32_t b, int32_t local, int64_t
 }
 
 /* Merges a span of a lane from its slot. */
-static ra_status ra__slot_some(const ra_cache *c, ra__cache_desk *y, int32_t lane, ra__partial out,
+static ra_status ra__slot_some(const ra_cache *c, ra__cache_worker *y, int32_t lane,
+                               ra__partial out,
                                int64_t *left) {
     const ra__cache_portion *x = &y->x;
     const int32_t local = lane - c->keys.first;
@@ -24034,7 +24043,7 @@ static ra__range ra__lane_seen(const ra_cache *c, const ra__cache_portion *x, in
 }
 
 /* Attends a portion to all keys of a lane that its rows see. merges: see ra__tiles_some. */
-static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
+static ra_status ra__lane_some(const ra_cache *c, ra__cache_worker *y, int32_t lane,
                                const ra__partial *to, int merges, int64_t *left) {
     ra__cache_portion *x = &y->x;
     const ra__partial out = *to;
@@ -24058,7 +24067,7 @@ static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
 /* The path from a subtree down to one of its lanes. to[0] is the place of the sum of the subtree;
  * each step to a right half adds a place. Returns the number of these steps; *completed: for how
  * many of the last ones the lane is the last of its half, so that two places can be merged. */
-static int32_t ra__lane_path(const ra_cache *c, const ra__cache_desk *y, ra__subtree lanes,
+static int32_t ra__lane_path(const ra_cache *c, const ra__cache_worker *y, ra__subtree lanes,
                                int32_t lane, ra__partial *to, int32_t *completed) {
     int32_t n = 0;
     *completed = 0;
@@ -24077,7 +24086,7 @@ static int32_t ra__lane_path(const ra_cache *c, const ra__cache_desk *y, ra__sub
 }
 
 /* One rank: the sum of a portion over all lanes. */
-static ra__partial ra__portion_sum(const ra_cache *c, const ra__cache_desk *y) {
+static ra__partial ra__portion_sum(const ra_cache *c, const ra__cache_worker *y) {
     return ra__partial_packed(c, &y->x, y->partial[RA__TREE_DEPTH + 2]);
 }
 
@@ -24099,7 +24108,7 @@ static void ra__places_merge(const ra_cache *c, ra__cache_portion *x, const ra__
 }
 
 /* Attends a portion to all subtrees of the stage, and merges the lanes of each. */
-static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *left) {
+static ra_status ra__trees_some(const ra_cache *c, ra__cache_worker *y, int64_t *left) {
     ra__cache_portion *x = &y->x;
     const int64_t row = c->queries.at[x->b] + x->row, head = x->head * (int64_t)c->group;
     const int32_t rank = c->keys.rank, trees = ra__rank_trees(c, rank);
@@ -24139,8 +24148,8 @@ static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *l
 typedef struct ra__head_rows { int64_t at, n; } ra__head_rows;
 
 /* Sums head rows over lanes [first, last), in place in the partial results of all ranks. Those that
- * other ranks may still be receiving are summed at the desk instead. */
-static ra__partial ra__rows_sum(const ra_cache *c, const ra__cache_desk *y, ra__head_rows p,
+ * other ranks may still be receiving are summed at the worker instead. */
+static ra__partial ra__rows_sum(const ra_cache *c, const ra__cache_worker *y, ra__head_rows p,
                                 ra__subtree lanes, int32_t depth) {
     const int32_t middle = lanes.first + (lanes.last - lanes.first + 1) / 2;
     const int32_t rank = c->lane_owner[lanes.first];
@@ -24165,7 +24174,7 @@ static ra__partial ra__rows_sum(const ra_cache *c, const ra__cache_desk *y, ra__
 }
 
 /* MERGE: sums some head rows of this rank's share. */
-static ra_status ra__cache_merge(const ra_cache *c, const ra__cache_desk *y) {
+static ra_status ra__cache_merge(const ra_cache *c, const ra__cache_worker *y) {
     const ra__subtree all = { 0, c->lanes };
     const ra__partials sums = ra__partials_in(c->sums, ra__share_size(c, c->rank));
     const int64_t step = c->write_rows * c->d.q_heads, at = y->x.n * step;
@@ -24202,7 +24211,7 @@ static ra_status ra__row_write(const ra_cache *c, int32_t b, int64_t i, int32_t 
 }
 
 /* A portion of a last stage: merges head rows, or writes rows of this rank to the caller's o. */
-static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
+static ra_status ra__cache_write(const ra_cache *c, const ra__cache_worker *y) {
     const ra__subtree all = { 0, c->lanes };
     const int64_t first = y->x.n * c->write_rows, heads = c->d.q_heads;
     ra_status s = RA_OK;
@@ -24223,7 +24232,7 @@ static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
 
 /* One rank: writes the rows of a portion. Of joint sequences each row is row 0 of another
  * sequence. */
-static ra_status ra__portion_write(const ra_cache *c, const ra__cache_desk *y) {
+static ra_status ra__portion_write(const ra_cache *c, const ra__cache_worker *y) {
     const ra__cache_portion *x = &y->x;
     const int32_t head = x->head * c->group, heads = ra__portion_heads(c, x);
     ra_status s = RA_OK;
@@ -24237,7 +24246,7 @@ static ra_status ra__portion_write(const ra_cache *c, const ra__cache_desk *y) {
 }
 
 /* Computes a portion, or continues it. */
-static ra_status ra__cache_compute(ra_cache *c, ra__cache_desk *y) {
+static ra_status ra__cache_compute(ra_cache *c, ra__cache_worker *y) {
     ra__cache_portion *x = &y->x;
     int64_t left = RA__STEP_WORK;
     if (x->partial) {
@@ -24401,7 +24410,7 @@ static ra_status ra__cache_claim(void *of, ra__slot *slot, int *moved) {
     const int64_t portion = ra__portion_claim(c);
     (void)moved;
     if (portion < 0) return RA_WAIT;
-    ((ra__cache_desk *)(void *)slot)->x = ra__portion_new(c, portion);
+    ((ra__cache_worker *)(void *)slot)->x = ra__portion_new(c, portion);
     ra__store_i64(&slot->held, portion);
     return RA_AGAIN;
 }
@@ -24409,7 +24418,7 @@ static ra_status ra__cache_claim(void *of, ra__slot *slot, int *moved) {
 /* Does a step of the portion of a slot. */
 static ra_status ra__cache_work(void *of, ra__slot *slot, int ith) {
     ra_cache *c = (ra_cache *)of;
-    ra__cache_desk *y = (ra__cache_desk *)(void *)slot;
+    ra__cache_worker *y = (ra__cache_worker *)(void *)slot;
     const ra__fp mode = ra__fp_enter();
     const int writes = ra__stage_writes(c, ra__load_i32(&c->stage));
     const ra_status s = writes ? ra__cache_write(c, y) : ra__cache_compute(c, y);

@@ -260,10 +260,10 @@ TEST(needs_and_tiles_by_blocks) {
 
 /* -------------------------------------------------------------------------- steps */
 static int64_t steps_of(const ra_plan *p, int back) {
-    ra__tour w = ra__tour_of(p, back);
+    ra__route w = ra__route_of(p, back);
     int64_t *line = (int64_t *)malloc((size_t)p->d.ranks * 24);
     int64_t *start = (int64_t *)malloc((size_t)(w.t->chunks + 1) * 8), steps;
-    steps = ra__tour_steps(&w, line, start);
+    steps = ra__route_steps(&w, line, start);
     free(line);
     free(start);
     return steps;

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs the model of the bundled world's protocol (tests/shm.pml) for 2 to 4 ranks, without and with
-# one that dies, and that of how the threads of a failed pass stop (tests/crew.pml), also with
+# one that dies, and that of how the threads of a failed pass stop (tests/team.pml), also with
 # mistakes that they must find. Ends with "N passed, N failed".
 #
 #   spin.sh WORK [quick]               quick: the long models are left out if they are known to be
@@ -45,7 +45,7 @@ model() {
     fi
 }
 
-pml=crew
+pml=team
 model threads-stop right
 model threads-stop-order wrong -DBREAK_ORDER
 pml=shm
