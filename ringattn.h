@@ -300,11 +300,10 @@ extern "C" {
  *
  * Agreed and local fields. AGREED fields must be equal on every rank. Every message carries a
  * 64-byte frame with a hash of these fields as you set them: 0 is hashed as 0, not as the default.
- * The hash includes alibi and sinks of the call and, with dropout, its seed. If ranks disagree the
- * pass fails; it never gives a wrong result. Usually the status is RA_E_MISMATCH, and
- * ra_failure.text (of a cache ra_cache_error) names the group of fields. If the disagreement
- * changes message sizes or peers, it may be RA_E_TRUNC, RA_E_PEER or RA_E_TIMEOUT instead. All
- * other fields are local.
+ * The hash includes alibi, sinks and bias_factors of the call and, with dropout, its seed. If ranks
+ * disagree the pass fails; it never gives a wrong result. Usually the status is RA_E_MISMATCH, and
+ * ra_failure.text names the group of fields. If the disagreement changes message sizes or peers, it
+ * may be RA_E_TRUNC, RA_E_PEER or RA_E_TIMEOUT instead. All other fields are local.
  *
  * Units. Strides are bytes, dims are elements, positions are tokens, *_ns is nanoseconds and *_s
  * seconds. Shapes have B sequences, Hq and Hkv heads, and Dk and Dv elements per row of K and V.
@@ -387,9 +386,10 @@ typedef struct ra_allocator {          /* all zero: malloc and free; otherwise s
  * Stored in int32_t fields. */
 enum { RA_DTYPE_UNSET, RA_F32, RA_F16, RA_BF16, RA_Q8_0, RA_Q4_0 };
 /* Instruction sets. AUTO is the fastest that this processor has. AVX512_BF16 and AMX multiply bf16
- * if q, k and v are all bf16, or if RA_ARITH_BF16 is set (not with dropout; AMX not in the decoding
- * form). If k and v are q8_0 or q4_0 both multiply integers, provided that the processor has
- * AVX512 VNNI and VBMI. In all other cases they compute in f32, as AVX512 always does. */
+ * if q, k and v are all bf16, or where RA_ARITH_BF16 says so (not with dropout; AMX not in the
+ * decoding form). Otherwise, if k and v are q8_0 or q4_0, both multiply integers, provided that the
+ * processor has AVX512 VNNI and VBMI. In all other cases they compute in f32, as AVX512 always
+ * does. */
 enum { RA_ISA_AUTO, RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16, RA_ISA_AMX,
        RA_ISA_NEON };
 enum { RA_MASK_UNSET, RA_MASK_NONE, RA_MASK_CAUSAL, RA_MASK_INTERVALS };
@@ -405,10 +405,10 @@ enum { RA_ORDER_DESCENDING = 1, RA_ORDER_ASCENDING = 2, RA_ORDER_ROUNDS = 3 };
  * draft of n tokens gives exactly the tokens that n single steps give, however prompts are cut.
  * Needs Hq / Hkv <= 16. Prefill in bf16 takes twice as long. */
 enum { RA_FORM_AUTO, RA_FORM_SAME };
-/* What q, k and v may be rounded to before they are multiplied. DTYPE: to nothing. BF16: to bf16,
- * whatever their dtypes, so that AVX512_BF16 and AMX multiply them as they do bf16, about twice as
- * fast as f32. Other instruction sets do not round, and decoding only q where k and v are bf16.
- * Numbers says what it costs. */
+/* What q, k and v may be rounded to before they are multiplied. DTYPE: they are not rounded. BF16:
+ * to bf16, whatever their dtypes, so that AVX512_BF16 and AMX multiply them as they do bf16, about
+ * twice as fast as f32. Other instruction sets do not round. The decoding form rounds q alone, and
+ * only if k and v are bf16. Numbers, in the head comment, has the errors. */
 enum { RA_ARITH_DTYPE, RA_ARITH_BF16 };
 /* How a gradient returns to its owner: in one message from the last rank that used the chunk, or on
  * around the ring from neighbour to neighbour. */
@@ -425,7 +425,7 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);      /* "avx512"; never null 
  * [batch][token][head][dim]:
  *     head_stride    one row
  *     token_stride   heads * head_stride
- *     batch_stride   token_stride * rows, or if that is 0 the rows of this rank's longest sequence
+ *     batch_stride   token_stride * rows (rows 0: those of this rank's longest sequence)
  * Set batch_stride or rows if sequences have room to grow, as in a cache. Set token_stride and
  * head_stride for [batch][head][token][dim]: a head_stride alone, other than one row, is refused.
  *
@@ -625,7 +625,7 @@ typedef struct ra_desc {
                                         * time, up to 4096; 0: 1. Set it to the number of your
                                         * engine's threads: others find no work. ra_attention
                                         * ignores it and takes nth */
-    int32_t isa;                       /* RA_ISA_*; 0: the fastest here. Shared caches: AGREED */
+    int32_t isa;                       /* RA_ISA_*; 0: the fastest here */
     int32_t page_tokens;               /* rows per page (see ra_pages), a multiple of 16; 0: no
                                         * pages. Not for plans and not for gradients */
     const struct ra_engine *engine;    /* null: our kernels. Read until the plan is destroyed */
@@ -777,7 +777,7 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
 /* Bytes of workspace for ra_attention and ra_fold on nth threads, 1..4096: 300 KiB to some MiB per
  * thread. 0: d or nth is refused, see *d->error. Allocate once, for the largest call. It serves all
  * calls that have
- *     the same heads, dims, dtypes, scores, mask, layout, dropout and isa, and pages if d has them
+ *     the same heads, dims, dtypes, arith, scores, mask, layout, dropout, isa, and pages if any
  *     at most as many threads, sequences, tokens and keys.
  * Keys are kv_tokens or, if that is 0, tokens + q_offset. For a growing cache set its capacity. */
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
@@ -932,7 +932,7 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
     int64_t watchdog_ns;               /* fail with RA_E_PEER after this long without progress. 0:
                                         * 60 s plus the time that the rank with most tiles needs for
                                         * a whole pass, at the speed and with the threads of this
-                                        * rank. A sendrecv waits as long, at 20 GFLOP/s a thread.
+                                        * rank. A sendrecv waits as long, at 20 GFLOP/s per thread.
                                         * If you set it, remember that in a contiguous causal ring
                                         * the first ranks finish early and wait for the last */
     int64_t quiesce_ns;                /* how long quiesce may take after a failure. A blocking call
@@ -1269,10 +1269,10 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  * still has something to exchange with, about what is ready. With RA_CAP_HELPER a thread of its own
  * calls sendrecv, and messages move while yours compute. Without it ra_step and ra_infer_step call
  * it and wait there for other ranks to make the same call, which they do between steps. A message
- * may take several calls, each with a part of it. After a failure sendrecv is called on, to tell
- * the other ranks, until it fails or abort is called. Without helper and abort ra_finish and
- * ra_cache_destroy do that, on their thread, and may wait in sendrecv for ranks that have yet to
- * come. The helper calls abort itself, or quiescing does.
+ * may take several calls, each with a part of it. After a failure the library goes on calling
+ * sendrecv, to tell the other ranks, until it fails or abort is called. Without helper and abort
+ * ra_finish and ra_cache_destroy do that, on their thread, and may wait in sendrecv for ranks that
+ * have yet to come. The helper calls abort itself, or quiescing does.
  *
  * Messages. The n-th send matches the n-th receive per (peer, channel). Both sides compute the same
  * length, exact and at most max_msg. No message is empty or, at level 1, split. Keep message
@@ -1414,7 +1414,7 @@ struct ra_transport {
      * writes no op. From now on, whatever peers do, post, poll and wait end all ops given to them,
      * or return an error: RA_E_ABORTED or `why`, the RA_E_* of this rank. What abort returns is not
      * read. Send peers a notice if you can: all their ops, or those with this rank, then end with
-     * RA_E_ABORTED. If you only close connections they blame this rank (RA_E_PEER), otherwise
+     * RA_E_ABORTED. If you only close connections, they end with RA_E_PEER; if you do neither,
      * deadlines end them. */
     int (*abort)(void *ctx, int why);
 
@@ -1512,7 +1512,9 @@ typedef struct ra_engine {
  *   four      up to 4 head rows of one KV head, which a decoding kernel takes together
  *   section   keys that decoding reads for all heads of a task before the next ones
  *   series    chunks that a task folds before it stores its sums
+ *   route     the way of all chunks of one kind of pass around the ring
  *   portion   the part of a stage of a CACHE call that one thread at a time works on
+ *   worker    where one thread at a time works; a task or portion may be left there half done
  *   queue     messages of one kind and direction
  *
  * How a call runs
@@ -1545,7 +1547,7 @@ typedef struct ra_engine {
  *   AVX512       its operations on 16 floats
  *   AVX512 BF16  a separate body for bf16, by dot products of two bf16
  *   AVX512 INT8  q8_0 and q4_0 by products of integers
- *   AMX          the same for bf16 by tile registers
+ *   AMX          bf16 by tile registers
  *   NEON         its operations on 4 floats
  *   DISPATCH     which instruction sets this processor has
  *   CHECKSUM     CRC-32C of messages
@@ -6138,8 +6140,8 @@ RA__ISA_INLINE void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
  * part of the multiply-add before 2^x.
  *
  * PERF: why inputs are rounded to bf16 and not to 16-bit integers, whose products are as fast. With
- * 12 bits and a sign, a scale per row and sums over 128 dims, the tile of integers below takes 1.09
- * of this one's time (Zen 4, 2048 tokens, D 128), because sums and weights are converted per block.
+ * 12 bits and a sign, a scale per row and sums over 128 dims, the tile of AVX512 INT8 takes 1.09 of
+ * this one's time (Zen 4, 2048 tokens, D 128), because sums and weights are converted per block.
  * Its error is a third to a sixth (f16, 2048 keys: 4.9e-4 instead of 3.2e-3 of the output's rms,
  * with four dims of K 20 times as large 2.7e-3 instead of 1.2e-2). But it grows with the largest
  * element of a row instead of S, and tile registers have no such product. */
@@ -7787,7 +7789,8 @@ RA__OPTIMIZE_END
  * opposite sign. In q4_0 their integers are negated instead: 8 - n is (15 - n) - 7.
  *
  * Error: q is off by at most 2^-16 of the largest magnitude of its row, and a weight by 2^-16 of
- * the largest of 16 keys. Elements of K and V are off by up to 2^-8 of the largest of their block.
+ * the largest of 16 keys. Elements of K and V themselves are off by up to 1/254 of the largest of
+ * their block, in q4_0 by 1/8.
  *
  * PERF: a key and 4 rows of D 128 take 32 products and about 50 other vector operations. A row of
  * 34-byte blocks often crosses a line, which counts as two loads, and only two loads issue per
@@ -13517,7 +13520,7 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, r
 }
 
 /* ========================================================================== DECODE
- * Few query rows. A row set is the tokens of which at most 16 head rows read each kv head; with
+ * Few query rows. A row set has as many tokens as give at most 16 head rows per kv head; with
  * RA_FORM_SAME a call may have several row sets. A kernel takes up to 4 head rows at once, a four,
  * and computes dot products over Dk. Most of the time goes into reading memory. So a task has
  * several kv heads of a sequence, and reads a section of 16 tokens for all of them before the next
@@ -13702,7 +13705,7 @@ static int32_t ra__decode_heads(const ra_desc *d, int nth) {
     return nth == 1 || ra__decode_shares(d) ? (int32_t)most : ra__even_heads(d, most, nth);
 }
 
-/* Sets the position of token row i of the row_set, and what it sees. */
+/* Sets the position of token row i of the row set, and what it sees. */
 static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
     int64_t p = ra__query_position(c, x->sequence, x->first_row + i);
     int64_t end = ra__key_end(&c->d, x->sequence, c->w.any_position);
@@ -14132,7 +14135,7 @@ static int64_t ra__decode_cut(const ra__local *c, const ra__decode *x, int32_t p
 }
 
 /* Sets x->next to what the thread reads after the task: from token row `row` on other heads or the
- * next row_set, otherwise the next sequence, otherwise what follows the call. */
+ * next row set, otherwise the next sequence, otherwise what follows the call. */
 static void ra__decode_next(const ra__local *c, ra__decode *x, int64_t row) {
     const int other = x->head + x->count < c->d.kv_heads;
     const int same = other || x->first_row + x->row_set < ra__q_len(&c->d, x->sequence);
@@ -14896,8 +14899,8 @@ RA__OPTIMIZE_BEGIN("Og")
  * No deadlock. All links carry chunks in the order of the one list. Take the first chunk of the
  * list that has not finished its journey. It is at the head of its link, and the receiver's buffers
  * hold only chunks before it, which are done. So with one buffer or more something can always move.
- * ra__route_steps constructs such a run: it gives every message a step, and whatever a message
- * waits for has an earlier step.
+ * ra__route_steps shows it: it gives every message a step, and whatever a message waits for has an
+ * earlier step.
  *
  * Rounds. With RA_ORDER_ROUNDS each rank goes through the list of a forward pass in an order of its
  * own. Round i of a sequence is chunk i of every shard. A rank folds its own chunk, then that of
@@ -15746,8 +15749,8 @@ enum { RA__STEP_WORK = 1 << 26 };
 enum { RA__POLL_NS = 200000 };         /* least time between polls, made between pieces of work */
 enum { RA__PIECE_BYTES = 1 << 17 };    /* of a checksum or a copy */
 enum { RA__STRIPES = 256 };            /* bounds of query rows that a backward pass keeps */
-enum { RA__PATIENT = 64 };             /* how often threads find a task left on a free worker before
-                                        * one of them takes it */
+enum { RA__PATIENT = 64 };             /* how often threads find a task left at a worker that
+                                        * none uses before one of them takes it */
 #define RA__NONE INT64_MAX          /* no entry of the fold list */
 
 /* A task, and the entry of the fold list that it folds next. */
@@ -17027,7 +17030,6 @@ static int64_t ra__plan_unvisited(const ra_plan *p) {
     return ra__mul_sat(n, p->d.q_heads);
 }
 
-/* Makes all the rest of the plan from the list of chunks. */
 /* 1: some rank could end the pass before another has begun it, because it receives no chunk from or
  * through that one. Chunks of every owner that go all the way around reach all ranks. */
 static int32_t ra__route_rolls(const ra__route *w) {
@@ -17044,6 +17046,7 @@ static int32_t ra__route_rolls(const ra__route *w) {
     return n < ranks && ranks > 1;
 }
 
+/* Makes all the rest of the plan from the list of chunks. */
 static void ra__plan_fill(ra_plan *p) {
     for (int32_t r = 0; r < p->d.ranks; r += RA__VIEWERS)
         for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
@@ -21186,7 +21189,7 @@ static ra__cause ra__resume_cause(int32_t rank, int64_t chunk, const char *why) 
 
 /* Sets the decision not to go on. rank: the rank of the plan that `why` is about. */
 static void ra__resume_set_decision(ra_ring *r, ra_status s, int32_t rank, int64_t chunk,
-                             const char *why) {
+                                    const char *why) {
     r->resume->decision = s;
     r->resume->cause = ra__resume_cause(rank, chunk, why);
 }
@@ -21655,7 +21658,7 @@ static ra_status ra__resume_next_round(ra_ring *r) {
     return s ? ra__talk_fail(&r->talk, s, ra__nobody) : RA_OK;
 }
 
-/* Ends the communication once every rank has what it needs, or the same decision. */
+/* Ends the communication once every rank has what it needs, or the decision is not to go on. */
 static ra_status ra__resume_end(ra_ring *r) {
     ra__resume *x = r->resume;
     for (int32_t i = 0; i < x->n; i++)
@@ -21902,7 +21905,7 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  * want the rows. With P ranks and b bytes of partial results of the rows that a rank wants of all
  * those of a call, B, the rank receives (P - 1) b in one exchange, (P - 1) (B + b) / P in two. If
  * all want all rows, which is so with RA_QUERIES_ALL, that is less from 3 ranks on, for one message
- * more per peer. bench/README.md has the figures.
+ * more per peer. `make bench ONLY=travel` measures both.
  *
  * Joint sequences. Consecutive sequences with one new token each, whose tables begin with the same
  * pages, are one portion with a row of each. A whole leaf that they all have in the same pages is
@@ -24148,7 +24151,7 @@ static ra_status ra__trees_some(const ra_cache *c, ra__cache_worker *y, int64_t 
 typedef struct ra__head_rows { int64_t at, n; } ra__head_rows;
 
 /* Sums head rows over lanes [first, last), in place in the partial results of all ranks. Those that
- * other ranks may still be receiving are summed at the worker instead. */
+ * other ranks may still be receiving are copied to the worker's memory first. */
 static ra__partial ra__rows_sum(const ra_cache *c, const ra__cache_worker *y, ra__head_rows p,
                                 ra__subtree lanes, int32_t depth) {
     const int32_t middle = lanes.first + (lanes.last - lanes.first + 1) / 2;

@@ -16,7 +16,7 @@
  *   12  4  lanes
  *   16  8  hash of the model: its shape, its tensors and samples of their bytes
  *   24  4  layers
- *   28  4  type of a row: 1 f32, 2 f16, 3 bf16, 4 q8_0
+ *   28  4  type of a row: 1 f32, 2 f16, 3 bf16, 4 q8_0, 5 q4_0
  *   32  4  bytes of the row of a position: its keys of all heads in a layer, or its values
  *   36  4  arithmetic: the instruction sets of products (byte 0) and of attention (byte 1), 1 if
  *          products in decoding are of integers (byte 2), and 1 if chunks have at most 32 tokens
