@@ -61,8 +61,9 @@
  *       pthread_t id[4]; int ith[4] = {0, 1, 2, 3};
  *       d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
  *       d.k_dtype = d.v_dtype = RA_F16; d.tokens = 512; d.error = &why;
- *       d.kv_tokens = 4096;                       // of the cache; later rows are not seen
+ *       d.kv_tokens = 4096;                       // what the cache has room for
  *       memory = malloc(bytes = ra_attention_bytes(&d, 4));
+ *       d.kv_tokens = 0; t.k.rows = t.v.rows = 4096; // calls beyond its end are refused
  *       t.q.data = q; t.k.data = keys; t.v.data = values; t.o.data = o;
  *       for (; d.q_offset < 4096 && !why.status; d.q_offset += 512) {  // your model: q, 512 rows
  *           for (int i = 0; i < 4; i++) pthread_create(&id[i], NULL, work, &ith[i]);
@@ -779,7 +780,8 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
  * calls that have
  *     the same heads, dims, dtypes, arith, scores, mask, layout, dropout, isa, and pages if any
  *     at most as many threads, sequences, tokens and keys.
- * Keys are kv_tokens or, if that is 0, tokens + q_offset. For a growing cache set its capacity. */
+ * Keys are kv_tokens or, if that is 0, tokens + q_offset. For a growing cache set kv_tokens to its
+ * capacity here. The calls may leave it 0. */
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
 
 /* Writes t->o and t->lse: attention on one rank, of tokens query rows at t->q_pos over kv_tokens
@@ -10831,10 +10833,13 @@ static ra_status ra__view_check(const ra__tensor *x, ra__view *out, ra_error *e)
     const int64_t element = ra__element(x->dtype), row = ra__row_bytes(x->dtype, x->dim);
     const int64_t any = stride[0] | stride[1] | stride[2];
     int64_t step[3], extent, span = row;
+    if (x->in.rows < 0)
+        return ra__refuse_part(e, RA_E_RANGE, x->field, ".rows", "must not be negative, is #",
+                               x->in.rows, 0);
     if (x->room < x->rows)
         return ra__refuse_part(e, RA_E_SHAPE, x->field, ".rows",
-                               "# is less than @, the rows of a sequence that this call has here",
-                               x->room, x->rows);
+                               "# is less than @, the rows per sequence that this call needs (of K "
+                               "and V: kv_tokens, or tokens + q_offset)", x->room, x->rows);
     if (any < 0 || (any & (element - 1))) return ra__refuse_stride(x, stride, element, e);
     RA__UNROLL for (int i = 2; i >= 0; i--) {
         step[i] = stride[i] ? stride[i] : span;
@@ -20424,7 +20429,8 @@ static ra_status ra__ring_claim_task(void *of, ra__slot *slot, int *moved) {
 }
 
 static const char *const ra__ring_topics[RA__AGREE_TOPICS + 1] = {
-    "sizes", "dtypes or arith", "mask", "layout", "scale, scores, alibi or sinks",
+    "sizes", "dtypes or arith", "mask", "layout",
+    "scale, softcap, scores, alibi, bias_factors or sinks",
     "forward or backward, gradients, dropout or seed",
     "chunk_tokens, buffers, order, rates, trust_plans, checksums or resumable",
     "the address space, although the transport declares RA_CAP_SHARED" };
@@ -24437,7 +24443,7 @@ static ra_status ra__cache_work(void *of, ra__slot *slot, int ith) {
 static const char *const ra__cache_topics[RA__AGREE_TOPICS + 1] = {
     "(kv_)tokens, dims or cache.new_tokens", "dtypes or arith", "mask",
     "layout.weights or cache.lanes",
-    "scale, softcap, scores, alibi or sinks", "cache.queries or cache.travel",
+    "scale, softcap, scores, alibi, bias_factors or sinks", "cache.queries or cache.travel",
     "form, rates, checksums or transport", "cached or fresh" };
 
 static const ra__client ra__cache_client = {

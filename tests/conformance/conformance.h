@@ -651,7 +651,7 @@ static inline int cf_swap(cf_rank *r, int ring, int seq, size_t n, int rule) {
 static inline void cf_t_struct(cf_rank *r) {
     const ra_transport *t = r->t[0];
     const uint32_t known = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_LOAN | RA_CAP_DEADLINE |
-                           RA_CAP_SHARED;
+                           RA_CAP_SHARED | RA_CAP_HELPER;
     const char *wrong = NULL;
     if (t->size < offsetof(ra_transport, error_text) + sizeof(void *)) wrong = "size";
     else if (t->abi != RA_TRANSPORT_ABI) wrong = "abi";
