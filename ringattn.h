@@ -220,8 +220,9 @@
  *            magnitude count as 0, which the bound leaves out.
  *            MATH has the proof, and what follows for gradients. Each merge of partial results, by
  *            ra_merge, in a sharded cache or of an engine, adds 2 S + 2 ln(keys) + 8 inside the
- *            parentheses. Scores up to 2e38 in magnitude are computed, with bf16 arithmetic if q k
- *            without the scale is below 3e38 too. Larger ones may hide the key or make the row NaN.
+ *            parentheses. Scores up to 2e38 in magnitude are computed, with bf16 or integer
+ *            arithmetic if q k without the scale is below 3e38 too. Larger ones may hide the key or
+ *            make the row NaN.
  *            With bf16 arithmetic (see RA_ISA_*) the softmax weights are rounded to bf16, in the
  *            numerator and in the denominator, which adds 0.004 max |V|. Sums are then single
  *            chains: both minima become Dk and keys. The backward pass also rounds dO and the score
@@ -234,7 +235,8 @@
  *                2^-16 (Q + min(keys, 64)) max |V|
  *              Q        the scale times max |q| times the largest sum of |k| over Dk
  *              max |V|  128 times the largest scale of V, in q4_0 8 times
- *            (q8_0 is itself off by 1/254 of a block's largest, q4_0 by 1/8.)
+ *            (q8_0 is itself off by 1/254 of a block's largest, q4_0 by 1/8. A row of q of at most
+ *            8e-31 in magnitude counts as 0.)
  *   Bits     What the bits of a result depend on, besides the inputs:
  *
  *                                                   threads, timing,    ranks   chunks
@@ -801,8 +803,8 @@ RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
  * some of the nth threads did not make a call, rows are missing, and the next call is refused with
  * RA_E_STATE and their numbers: zero the workspace. Forward and backward may share a workspace of
  * the larger size. With nth = 1 it may be null if k_dim + v_dim is at most 512, or 256 if K or V is
- * not f32. Longer rows may be refused. Such a call uses up to 256 KiB of stack (384 with pages),
- * and 128 KiB more in a program without optimisation. */
+ * not f32 or arith is RA_ARITH_BF16. Longer rows may be refused. Such a call uses up to 256 KiB of
+ * stack (384 with pages), and 128 KiB more in a program without optimisation. */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
 
@@ -1077,7 +1079,8 @@ typedef struct ra_failure {            /* the first failure of the ring */
     char    text[RA_TEXT_BYTES];
 } ra_failure;
 RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out); /* RA_E_STATE: none */
-/* The last refusal or, if that was later, the failure, with field "pass". Never null. */
+/* The last refusal since the pass began; otherwise the failure, with field "pass"; otherwise status
+ * 0. Never null. */
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring);
 /* The latest events, at most `most` and RA_EVENTS, oldest first; returns how many. TILEs are left
  * out, and consecutive WAITs are one. Any thread, any time, also in a callback; wait-free. */
@@ -1277,9 +1280,10 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  * have yet to come. The helper calls abort itself, or quiescing does.
  *
  * Messages. The n-th send matches the n-th receive per (peer, channel). Both sides compute the same
- * length, exact and at most max_msg. No message is empty or, at level 1, split. Keep message
- * boundaries: a receive that meets another length ends with RA_E_TRUNC, and its send with that or
- * DONE. A send may stay PENDING until its receive is posted, however long that is: only deadlines
+ * length, exact and at most max_msg. No message is empty or, at level 1, split. At level 1 keep
+ * message boundaries: a receive that meets another length ends with RA_E_TRUNC, and its send with
+ * that or DONE. (Both sides of a sendrecv pass equal lengths: a stream will do.)
+ * A send may stay PENDING until its receive is posted, however long that is: only deadlines
  * and the watchdog, which are the library's, end it. A peer may have yet to come: keep what is
  * posted to it until then. No rank sends to itself. Tags start anew with each pass. Buffers are
  * host memory. Nothing marks where a pass begins or ends.
@@ -3285,9 +3289,16 @@ RA__INLINE void ra__prefetch_lines(ra__prefetch_list *x, const int32_t n) {
 /* For a phase of the work: as a separate function it has all registers. */
 #define RA__ISA_NOINLINE __attribute__((noinline)) RA__ISA_STATIC
 
-/* The scale of a block of 32 elements. of_f16 converts several halves. */
+/* The scale of a block of 32 elements. of_f16 converts as many halves as a vector has lanes: 16 are
+ * more bytes than the 18 of a q4_0 block, which may be the last of its tensor. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(block_scale)(const uint8_t *block) {
+#if RA__WIDTH == 16
+    int16_t half;
+    memcpy(&half, block, sizeof half);
+    return _mm512_cvtph_ps(_mm256_set1_epi16(half));
+#else
     return RA__NAME(set)(RA__NAME(of_f16)(block)[0]);
+#endif
 }
 
 /* Converts a block whose integers are at n. */
@@ -8425,8 +8436,9 @@ RA__Q8_STATIC void ra__decode_load_q8(ra__decode_rows *rows, int32_t r, const vo
  *        V, which differ from block to block of 32 dims, they become the pairs of integers
  * The sums over 32 dims, or over 64 keys, are exact and below 2^31.
  *
- * The unit of a row is that of the keys that it sees, so its bits do not depend on others. Nor does
- * a NaN or an infinity in a scale of V: it makes the unit NaN in the rows that see it.
+ * The unit of a row is that of the keys that it sees and no bias hides, so its bits do not depend
+ * on others. Nor does a NaN or an infinity in a scale of V: it makes the unit NaN in the rows that
+ * see it.
  *
  * The maximum of a block is known before its weights, so a row whose l would pass the limit needs
  * no second look at its scores: only the power between its m and the maximum changes.
@@ -8438,6 +8450,7 @@ typedef struct ra__q8_tile {
     ra__bf_strip strip;
     float *top, *sum;                  /* per row: 2^(maximum of the block - m), sum of p */
     float *quantum;                    /* per row: of weights, for the current block of 32 dims */
+    int32_t hides;                     /* 1: a bias hides a key from a row of the strip */
 } ra__q8_tile;
 
 /* c[i][t] += products of n pairs; as ra__bf_products, with rows a[i]. */
@@ -8526,6 +8539,20 @@ RA__NOINLINE RA__Q8_TARGET void ra__q8_tile_powers(const ra__q8_tile *x, int32_t
     _mm512_storeu_ps(x->sum + row, sum);
 }
 
+/* Vector t does not see keys that a bias hides. Returns 1 if there are any. */
+RA__Q8_STATIC int32_t ra__q8_tile_hide(ra__bf_strip *strip, int32_t t) {
+    const int32_t row = strip->row + 16 * t;
+    const __m512 low = _mm512_set1_ps(ra__neg_inf());
+    int32_t any = 0;
+    for (int32_t j = strip->first; j < strip->last; j++) {
+        const __mmask16 m =
+            _mm512_cmpeq_ps_mask(_mm512_loadu_ps(strip->scores + j * 64 + row), low);
+        strip->seen[j] &= ~((uint64_t)m << row);
+        any |= m;
+    }
+    return any != 0;
+}
+
 /* p, m and l of a block. */
 RA__Q8_STATIC void ra__q8_tile_softmax(ra__q8_tile *x) {
     ra__bf_strip *strip = &x->strip;
@@ -8537,8 +8564,10 @@ RA__Q8_STATIC void ra__q8_tile_softmax(ra__q8_tile *x) {
     if (strip->panel->score.bias) ra__bf_load_bias(strip);
     ra__q8_tile_scores(strip);
     if (strip->modified) ra__bf_modify_tile(strip, strip->first, strip->last - strip->first);
+    x->hides = 0;
     for (int32_t t = 0; t < strip->vectors; t++) {
         ra__bf_finish_scores(strip, t);
+        if (strip->panel->score.bias) x->hides |= ra__q8_tile_hide(strip, t);
         ra__bf_raise_max(strip, t, 0);
         ra__q8_tile_powers(x, t);
         ra__q8_tile_add_l(x, t);
@@ -8600,7 +8629,7 @@ RA__NOINLINE RA__Q8_TARGET void ra__q8_tile_weights(const ra__q8_tile *x, int32_
     const int32_t end = ra__bf_pairs_end(strip);
     for (int32_t t = 0; t < strip->vectors; t++) {
         const int32_t row = strip->row + 16 * t;
-        if (strip->masked) {
+        if (strip->masked || x->hides) {
             ra__q8_tile_masked_weights(x, b, t);
             continue;
         }
@@ -8657,7 +8686,7 @@ RA__Q8_STATIC void ra__q8_fold_block(ra__q8_tile *x, int32_t partial) {
     strip->last = strip->keys->n;
     strip->masked = partial || !strip->keys->v_clean || strip->panel->rows <= 32 ||
                     strip->keys->n % 4;
-    if (strip->masked) ra__bf_find_seen(strip, partial);
+    if (strip->masked || strip->panel->score.bias) ra__bf_find_seen(strip, partial);
     for (; strip->row < strip->panel->rows; strip->row += strip->masked ? 32 : 64) {
         if (strip->masked) strip->vectors = strip->panel->rows - strip->row > 16 ? 2 : 1;
         if (strip->masked && !ra__bf_narrow(strip, partial)) continue;
@@ -15704,6 +15733,7 @@ typedef struct ra__link {
     int32_t fails, why;                /* atomic: 1: the first failure is being noted; RA_E_* */
     int32_t peer[2];                   /* written before `why`: to and from whom that sendrecv was;
                                         * RA_NO_PEER: neither */
+    int32_t with[2];                   /* atomic: the same of the sendrecv that has not returned */
     const char *text;                  /* written before `why`: what the transport says about it */
     int32_t helps;                     /* 1: a thread makes the rounds; `lock` guards the rest */
     int32_t busy, leaves, out, told;   /* it is in a round; it shall end; atomic: it makes no more
@@ -15937,7 +15967,8 @@ typedef struct ra__talk {
                                         * comm */
     ra__tickets tickets;
     ra_failure failure;                /* written before `failed` */
-    ra_error refusal;                  /* the last one, or the failure */
+    ra_error reason;                   /* the same as a refusal, written before `failed` */
+    ra_error refusal;                  /* the last one. Not atomic */
     ra__journal journal;
 } ra__talk;
 
@@ -17455,10 +17486,16 @@ static int ra__link_call(ra__link *u, int32_t to, const void *s, size_t s_len, i
     const int64_t until = ra__add_sat(ra_now_ns(), u->patience_ns);
     const int late = u->deadline_ns && u->deadline_ns <= until;
     if (to == RA_NO_PEER && from == RA_NO_PEER) return 1;
+    ra__store_i32(&u->with[0], to);
+    ra__store_i32(&u->with[1], from);
     int code = t->sendrecv(t->ctx, to, s, s_len, from, r, r_len, ra__tp_tag(t, (int64_t)tag),
                            late ? u->deadline_ns : until);
     if (code == RA_E_TIMEOUT && !late) code = RA_E_PEER;
-    if (!code) return 1;
+    if (!code) {
+        ra__store_i32(&u->with[0], RA_NO_PEER);
+        ra__store_i32(&u->with[1], RA_NO_PEER);
+        return 1;
+    }
     ra__link_fail(u, code, t->error_text ? t->error_text(t->ctx, code) : NULL, to, from);
     memset(u->left, 0, (size_t)u->ranks * sizeof *u->left);
     u->open = 0;
@@ -17720,6 +17757,7 @@ static ra_status ra__link_open(ra__link *u, ra_transport *tp, int32_t rank, int3
     u->below = *tp;
     u->rank = rank;
     u->ranks = ranks;
+    u->with[0] = u->with[1] = RA_NO_PEER;
     tp->caps &= RA_CAP_ANY_PEER | RA_CAP_ANY_THREAD | RA_CAP_DEADLINE;
     tp->channels = 2;
     tp->max_ops = (uint32_t)ra__max(RA__LINK_OPS, 2 * (int64_t)ranks);
@@ -18552,7 +18590,8 @@ static void ra__failure_silence(const ra__talk *k, const ra_failure *f, ra__text
                        f->status == RA_E_PEER;
     if (silent && f->peer >= 0 && !k->survivor && !ra__load_i32(&k->met))
         ra__put(x, k->rd.trust_plans
-                    ? "; nothing of this plan has come yet: do all ranks have equal descriptors?"
+                    ? "; nothing of this plan has come yet: has that rank begun this pass, with an "
+                      "equal descriptor?"
                     : "; nothing of this plan has come yet: has that rank begun this pass?");
 }
 
@@ -18618,8 +18657,8 @@ static ra_status ra__talk_fail(ra__talk *k, ra_status s, ra__cause why) {
         f->pass = k->pass;
         f->since_progress_ns = ra__time_since(ra__talk_now(k), ra__load_i64(&k->progress_ns));
         ra__failure_text(k, f, &why);
-        (void)ra__refuse(&k->refusal, s, "pass", "", 0);
-        memcpy(k->refusal.text, f->text, sizeof f->text);
+        (void)ra__refuse(&k->reason, s, "pass", "", 0);
+        memcpy(k->reason.text, f->text, sizeof f->text);
         ra__store_i32(&k->failed, s);
         ra__talk_abort(k, s);
         e.peer = f->peer;
@@ -18638,18 +18677,29 @@ static ra_status ra__talk_code(int code) {
     return code <= RA_E_MISMATCH && code >= RA_E_UNSAFE ? code : RA_E_IO;
 }
 
+/* What this rank waits for. Over sendrecv alone: the ranks of a call, to and from. */
+static ra__cause ra__talk_awaits(const ra__talk *k, int32_t to, int32_t from) {
+    const int32_t peer = from >= 0 ? from : to;
+    ra__cause why = k->client->awaits(k->of);
+    if (peer < 0) return why;
+    if (why.peer != peer || why.sending != (from < 0)) why = ra__cause_of(k, peer, from < 0);
+    if (to != why.peer) why.to = to;
+    return why;
+}
+
 /* The transport itself has failed, with a code. */
 static ra_status ra__talk_broken(ra__talk *k, int code) {
     const ra__link *u = k->tp.post == ra__link_post ? &k->link : NULL;
-    ra__cause why = k->client->awaits(k->of);
-    if (u && (u->peer[0] >= 0 || u->peer[1] >= 0)) {   /* a sendrecv with these two */
-        const int32_t to = u->peer[0], from = u->peer[1];
-        if (why.peer != (from >= 0 ? from : to) || why.sending != (from < 0))
-            why = ra__cause_of(k, from >= 0 ? from : to, from < 0);
-        if (to >= 0 && to != why.peer) why.to = to;
-    }
+    ra__cause why = ra__talk_awaits(k, u ? u->peer[0] : RA_NO_PEER, u ? u->peer[1] : RA_NO_PEER);
     why.code = code;
     return ra__talk_fail(k, ra__talk_code(code), why);
+}
+
+/* A message does not come in time. */
+static ra_status ra__talk_late(ra__talk *k, ra_status s) {
+    const ra__link *u = k->tp.post == ra__link_post ? &k->link : NULL;
+    return ra__talk_fail(k, s, ra__talk_awaits(k, u ? ra__load_i32(&u->with[0]) : RA_NO_PEER,
+                                               u ? ra__load_i32(&u->with[1]) : RA_NO_PEER));
 }
 
 /* Checks the deadline, the watchdog, cancellation, and whether another thread has recorded a
@@ -18660,7 +18710,7 @@ static ra_status ra__talk_alarm(ra__talk *k) {
     const int64_t now = ra__talk_now(k), looked = ra__load_i64(&k->looked_ns);
     ra__store_i64(&k->looked_ns, now);
     if (k->deadline && now > k->deadline)
-        return ra__talk_fail(k, RA_E_TIMEOUT, k->client->awaits(k->of));
+        return ra__talk_late(k, RA_E_TIMEOUT);
     const int64_t quiet = ra__time_since(now, ra__load_i64(&k->progress_ns));
     if (!k->has_transport || quiet <= (k->rd.watchdog_ns ? k->rd.watchdog_ns : RA__QUIET_NS))
         return RA_OK;
@@ -18668,7 +18718,7 @@ static ra_status ra__talk_alarm(ra__talk *k) {
     if (ra__time_since(now, looked) > patience)
         ra__store_i64(&k->progress_ns, now);   /* no thread was inside to see progress */
     else if (quiet > patience)
-        return ra__talk_fail(k, RA_E_PEER, k->client->awaits(k->of));
+        return ra__talk_late(k, RA_E_PEER);
     return RA_OK;
 }
 
@@ -19075,14 +19125,16 @@ static void ra__talk_leave(ra__talk *k) {
 }
 
 /* ra_step and ra_infer_step. A thread counts itself as inside before it reads the state of the
- * pass, because a pass is not begun while a thread is inside. */
+ * pass, because a pass is not begun while a thread is inside. field: of the pass; null: a refusal
+ * is a status alone. */
 static ra_status ra__talk_call(ra__talk *k, int ith, const char *field) {
+    ra_error *e = field ? &k->refusal : NULL;
     ra_status s;
     (void)ra__add_i32(&k->inside, 1);
     if (!ra__load_i64(&k->pass))
-        s = ra__refuse(&k->refusal, RA_E_STATE, field, "is 0: no pass has begun", 0);
+        s = ra__refuse(e, RA_E_STATE, field, "is 0: no pass has begun", 0);
     else if (ith < 0)
-        s = ra__refuse(&k->refusal, RA_E_RANGE, "ith", "# is negative", ith);
+        s = ra__refuse(e, RA_E_RANGE, "ith", "# is negative", ith);
     else
         s = ra__talk_step_agreed(k, ith);
     ra__talk_leave(k);
@@ -20429,7 +20481,7 @@ static ra_status ra__ring_claim_task(void *of, ra__slot *slot, int *moved) {
 }
 
 static const char *const ra__ring_topics[RA__AGREE_TOPICS + 1] = {
-    "sizes", "dtypes or arith", "mask", "layout",
+    "sizes (heads, dims, (kv_)tokens, sequences)", "dtypes or arith", "mask", "layout",
     "scale, softcap, scores, alibi, bias_factors or sinks",
     "forward or backward, gradients, dropout or seed",
     "chunk_tokens, buffers, order, rates, trust_plans, checksums or resumable",
@@ -20719,6 +20771,7 @@ static ra_status ra__ring_begin(void *of, const void *what) {
     s = ra__talk_turn(k, &k->tp);
     if (s) return s;
     ra__link_rest(&k->link);
+    memset(&k->refusal, 0, sizeof k->refusal);
     ring->work = w;
     ra__ring_lay_out(ring, job->plan, job->pass);
     ra__begin_earlier(ring);
@@ -20748,7 +20801,7 @@ RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
                           "must be 0, is #: tickets are for ra_join", (int64_t)job->ticket);
     int32_t inside = ra__add_i32(&ring->talk.inside, 0);
     if (inside)
-        return ra__refuse(&ring->talk.refusal, RA_E_BUSY, "ring.talk.threads",
+        return ra__refuse(&ring->talk.refusal, RA_E_BUSY, "ring.threads",
                           "# threads are still inside ra_step", inside);
     return ra__ring_begin(ring, job);
 }
@@ -20827,7 +20880,8 @@ RINGATTN_API ra_status ra_ring_once(const ra_desc *d, const ra_transport *transp
     s = ra_ring_create(&ring, plan, transport, &rd);
     if (!s) {
         s = ra_forward(plan, ring, t, deadline_ns);
-        if (s && d->error) *d->error = ring->talk.refusal;
+        if (s && d->error) *d->error = *ra_ring_error(ring);
+        if (s && d->error) d->error->status = s;       /* RA_E_UNSAFE too */
         end = ra_ring_destroy(ring);
         if (!s) s = end;
     }
@@ -20897,7 +20951,9 @@ RINGATTN_API const char *ra_ring_explain(ra_ring *ring) {
 
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
     static const ra_error none = { RA_OK, "", "" };
-    return ring ? &ring->talk.refusal : &none;
+    if (!ring) return &none;
+    const ra__talk *k = &ring->talk;
+    return ra__load_i32(&k->failed) && !k->refusal.status ? &k->reason : &k->refusal;
 }
 
 /* ========================================================================== RESUME
@@ -21869,6 +21925,9 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
     ra__store_i32(&ring->talk.cancelled, 0);
     ra__store_i32(&ring->talk.aborted, 0);
     ra__store_i32(&ring->talk.failed, 0);
+    ra__store_i32(&ring->talk.corrupt, 0);
+    ring->talk.differ = 0;
+    memset(&ring->talk.refusal, 0, sizeof ring->talk.refusal);
     ra__store_i32(&ring->talk.threads, 0);
     ra__talk_start(&ring->talk, deadline_ns);
     return RA_OK;
@@ -23321,7 +23380,6 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     ra__store_i32(&c->holding, 0);
     ra__store_i32(&c->stage, 0);
     ra__store_i32(&c->open, 0);
-    ra__store_i32(&c->talk.met, 0);
     c->urgent = 1;
     ra__talk_start(&c->talk, deadline_ns);
     return RA_OK;
@@ -24441,7 +24499,7 @@ static ra_status ra__cache_work(void *of, ra__slot *slot, int ith) {
 }
 
 static const char *const ra__cache_topics[RA__AGREE_TOPICS + 1] = {
-    "(kv_)tokens, dims or cache.new_tokens", "dtypes or arith", "mask",
+    "sizes (heads, dims, (kv_)tokens, sequences) or cache.new_tokens", "dtypes or arith", "mask",
     "layout.weights or cache.lanes",
     "scale, softcap, scores, alibi, bias_factors or sinks", "cache.queries or cache.travel",
     "form, rates, checksums or transport", "cached or fresh" };
@@ -24466,7 +24524,7 @@ RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const in
 }
 
 RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith) {
-    return c ? ra__talk_call(&c->talk, ith, "cache.pass") : RA_E_NULL;
+    return c ? ra__talk_call(&c->talk, ith, NULL) : RA_E_NULL;
 }
 
 static ra_status ra__cache_begin_job(void *of, const void *job) {
@@ -24507,7 +24565,8 @@ RINGATTN_API int ra_cache_events(const ra_cache *c, ra_event *out, int most) {
 
 RINGATTN_API const ra_error *ra_cache_error(const ra_cache *c) {
     static const ra_error none = { RA_OK, "", "" };
-    return c ? &c->talk.refusal : &none;
+    if (!c) return &none;
+    return ra__load_i32(&c->talk.failed) ? &c->talk.reason : &c->talk.refusal;
 }
 
 RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const int64_t *fresh,

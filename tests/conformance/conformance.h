@@ -1356,31 +1356,6 @@ static inline void cf_t_one_side(cf_rank *r) {
     cf_meet(r);
 }
 
-/* Rank 0 sends 1000 bytes, rank 1 wants fewer (variant 0) or more. */
-static inline void cf_t_trunc_0(cf_rank *r) {
-    const ra_transport *t = r->t[0];
-    const size_t want = r->variant ? 1008 : 992;
-    cf_op *o = r->broken;
-    int code = RA_OK;
-    r->breaks = 1;
-    if (r->rank < 2) {
-        cf_op_make(r, o, r->rank ? RA_MSG_RECV : RA_MSG_SEND, cf_message(0, 1, 0, 0, 0),
-                   r->rank ? want : 1000);
-        code = cf_sendrecv(r, r->rank ? NULL : o, r->rank ? o : NULL, ra_now_ns() + r->patience);
-    }
-    if (r->rank == 1 && code != RA_E_TRUNC && !cf_over(r))
-        cf_break(r, CF_TRUNC, "sendrecv of %zu bytes met a message of 1000 and returned %d (%s)",
-                 want, code, ra_status_text(code));
-    if (r->rank == 0 && code != RA_E_TRUNC && code != RA_OK && !cf_over(r))
-        cf_break(r, CF_TRUNC, "sendrecv sent 1000 bytes where %zu were wanted and returned %d (%s)",
-                 want, code, ra_status_text(code));
-    if (r->rank == 1 && !cf_all(o->own + want, 64, CF_POISON_GUARD))
-        cf_break(r, CF_BOUNDS, "a message that is too long was written beyond the buffer");
-    if (cf_meet(r) && t->abort) (void)t->abort(t->ctx, RA_E_TRUNC);
-    code = !cf_over(r) && t->quiesce ? cf_quiesce(r, cf_brief(r)) : RA_E_UNSAFE;
-    if (cf_meet(r) && r->rank < 2 && code == RA_OK) cf_op_free(o);
-}
-
 /* Rank 0 needs a message of rank 1, which does nothing. */
 static inline void cf_t_sendrecv_deadline(cf_rank *r) {
     int32_t *flag = &r->shared->flag[0][0];
@@ -1672,7 +1647,6 @@ static const cf_test cf_tests[] = {
     { "quiesce",          cf_t_quiesce,   CF_LEVEL_1,               1, CF_QUIESCE_DEADLINE },
     { "both ways",        cf_t_both_ways, CF_LEVEL_0,               1, CF_BOTH_WAYS },
     { "one side",         cf_t_one_side,  CF_LEVEL_0,               1, CF_ONE_SIDE },
-    { "cut short",        cf_t_trunc_0,   CF_LEVEL_0 | CF_ONE_WORLD, 2, CF_TRUNC },
     { "any thread",       cf_t_threads,   CF_LEVEL_0 | CF_LEVEL_1,  1, CF_ANY_THREAD },
     { "a late rank",      cf_t_late,      CF_LEVEL_0 | CF_LEVEL_1 | CF_LATE_RANK, 1, CF_LATE },
     { "its deadline",     cf_t_sendrecv_deadline, CF_LEVEL_0,       1, CF_SENDRECV_DEADLINE },

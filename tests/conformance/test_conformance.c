@@ -36,7 +36,6 @@ static int ch_patience_ms = CH_PATIENCE_MS;
     X(QUIESCE_FORGETS, QUIET, "quiesce leaves receives where peers can still fill them")          \
     X(QUIESCE_ONCE, QUIET, "quiesce returns RA_OK once and then RA_E_UNSAFE")                     \
     X(TRUNC_CAPACITY, TRUNC_DONE, "says of a message of another length that the buffer is full")  \
-    X(TRUNC_AT_0, TRUNC, "at level 0 takes a message of another length")                          \
     X(OTHER_THREAD, ANY_THREAD, "post fails on a thread that did not post first")                 \
     X(ABORT_TELLS_ONLY, ABORT_LATER, "an abort tells the peers and ends nothing of its own")    \
     X(PASS_TIMES_OUT_LATE, PASS_ENDS, "poll blocks for seconds where a rank is absent")
@@ -219,7 +218,7 @@ static void ch_meet(ch_world *w, ch_queue *sends, ch_queue *recvs) {
         second = (ra_transport_op *)out->scratch[CH_NEXT];
         if (w->wrong == CH_ORDER && second && second->len == out->len) out = second;
         if (ch_lose(w, sends, out)) continue;
-        fits = out->len == in->len || w->wrong == CH_TRUNC || w->wrong == CH_TRUNC_AT_0;
+        fits = out->len == in->len || w->wrong == CH_TRUNC;
         ch_remove(sends, out);
         ch_remove(recvs, in);
         if (w->wrong == CH_VISIBLE) in->scratch[CH_COPY] = NULL;
@@ -758,7 +757,7 @@ TEST(chaos_level_1) {
     if (!h_run.large) m.most_ranks = 3;
     cf_report rep = cf_judge(&m, NULL, 0, stdout);
     CHECK_EQ(rep.failed, 0);
-    CHECK_EQ(rep.unclaimed, 4);            /* those of sendrecv */
+    CHECK_EQ(rep.unclaimed, 3);            /* those of sendrecv */
 }
 
 /* After a quiesce that is RA_E_UNSAFE on one rank and RA_OK on the others, no rank waits for
@@ -887,8 +886,7 @@ static int ranks_for(int wrong) {
 /* The first rule that the suite finds broken; -1: none, or it reports none. times: how much more
  * patience. */
 static int found_in(int wrong, int times) {
-    int level = wrong != CF_BOTH_WAYS && wrong != CF_ONE_SIDE && wrong != CF_SENDRECV_DEADLINE &&
-                wrong != CH_TRUNC_AT_0;
+    int level = wrong != CF_BOTH_WAYS && wrong != CF_ONE_SIDE && wrong != CF_SENDRECV_DEADLINE;
     FILE *report = h_run.verbose ? stdout : tmpfile();
     ch_kind kind;
     cf_maker m = chaos(&kind, wrong, level);
