@@ -3274,7 +3274,7 @@ RA__INLINE void ra__prefetch_near(ra__near_ahead *x, int32_t n) {
  * bf16, 8 tokens over 32768 keys, one thread, rows -> lines, and K no longer copied for a single
  * panel: 19.3 -> 13.5 ms. Tiles of 64 rows prefetch rows: lines make them 1 to 2 % slower. */
 RA__INLINE void ra__prefetch_lines(ra__prefetch_list *x, const int32_t n) {
-    RA__UNROLL for (int32_t i = 0; i < n; i++) {
+    RA__UNROLL_2 for (int32_t i = 0; i < n; i++) {
         if (x->lines_level1) __builtin_prefetch((const void *)x->line);
         else ra__prefetch_far(x->line);
         x->line += (uintptr_t)x->move;

@@ -89,6 +89,7 @@ typedef struct program {
     char *line, *held;                 /* read from stdin and not used yet; not printed yet */
     size_t lines, held_size;           /* their bytes */
     int last_ends;                     /* 1: the last token ends a text */
+    int over;                          /* 1: the run of all ranks has ended well */
 } program;
 
 /* Ctrl-C ends the text after the current call, a second one the program. SIGTERM does the same, and
@@ -268,6 +269,10 @@ static int arguments(program *p, int argc, char **argv) {
         to.st_dev == from.st_dev)
         return refuse("--logits", "that is the model");
     p->o.all_logits = p->logits != NULL;
+    if (p->logits && p->count) return refuse("--logits", "--count-tokens runs no model");
+    if (p->o.split > 0 && !p->at && !p->shm && !p->mpi)
+        return refuse("--split", "ranks that are threads share products anyway; with --shm, --at "
+                      "or mpirun");
     if (p->logits) p->logits_file = fopen(p->logits, "wb");
     if (p->logits && !p->logits_file) return refuse(p->logits, strerror(errno));
     return 1;
@@ -525,7 +530,9 @@ static int run_over_shm(program *p, infer_result *r) {
         p->o.progress = NULL;
         p->o.token = NULL;
         if (p->o.turns) (void)signal(SIGINT, SIG_IGN);     /* rank 0 says what to do */
-        _exit(!run_in_shm(p, name, r));
+        ok = run_in_shm(p, name, r);
+        if (!ok && r->why[0]) fprintf(stderr, "ring_infer: rank %ld: %s\n", (long)i, r->why);
+        _exit(!ok);
     }
     ok = run_in_shm(p, name, r);
     for (int32_t i = 1; i < p->o.ranks; i++) {
@@ -621,6 +628,7 @@ static int64_t next_turn(void *user, const int32_t **tokens, int64_t room) {
     show_mark();
     n = await_line(p);
     p->in.count = 0;
+    p->last_ends = 0;
     p->start_ns = ra_now_ns();
     p->loaded = 0;
     if (!n) return 0;
@@ -696,7 +704,7 @@ static int run(program *p, int argc, char **argv) {
         p->o.token = show_token;
         p->o.more = next_turn;
     }
-    ok = run_ranks(p, &r);
+    ok = p->over = run_ranks(p, &r);
     if (!ok) (void)refuse(p->path, r.why);
     if (ok && p->rank < 1) ok = show_held(p, 1) == 0;
     if (ok && p->logits) ok = write_logits(p, &r);
@@ -733,7 +741,7 @@ int main(int argc, char **argv) {
 #endif
     bad = run(&p, argc, argv);
 #if defined(RING_INFER_MPI)
-    if (bad) MPI_Abort(MPI_COMM_WORLD, bad);
+    if (bad && !p.over) MPI_Abort(MPI_COMM_WORLD, bad);
     MPI_Finalize();
 #endif
     return bad;

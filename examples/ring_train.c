@@ -86,6 +86,7 @@ typedef struct train {                 /* a run, as this process sees it */
     FILE *csv;
     int64_t began_ns, shown_ns;
     size_t rank_bytes;
+    double work;                       /* FLOP of this sitting */
     double peak;                       /* FLOP/s of products on one rank alone */
     double loss, held_bits;            /* loss: of the last step, per token */
     int64_t held_tokens;
@@ -100,6 +101,7 @@ typedef struct worker {                /* a rank */
     double loss[RANKS_MOST][MESH_GROUPS * TRAIN_LANES];    /* of a step, or of the scored text */
     double norm, *squares;             /* of the gradient, and of each of its chunks */
     float *leaf, *grad;                /* see mesh_reduce */
+    int32_t stop[RANKS_MOST];          /* train_stop of each rank */
 } worker;
 
 static volatile sig_atomic_t train_stop;
@@ -161,7 +163,8 @@ static int train_account(worker *w) {
     const int64_t tokens = train_sequences(t, step) * context, now = ra_now_ns();
     const double bits = t->loss / log(2.0), seconds = (double)(now - t->began_ns) * 1e-9;
     const double pace = seconds / (double)(step - t->first + 1);
-    const double flops = (double)tokens / pace * train_flops(w, context);
+    t->work += (double)tokens * train_flops(w, context);
+    const double flops = t->work / seconds;
     t->bits[step] = (float)bits;
     if (t->csv)
         fprintf(t->csv, "%lld,%lld,%.9g,%.6f,%.6g,%.6g,%.2f\n", (long long)step + 1,
@@ -251,19 +254,24 @@ static ra_status train_state(worker *w, int load, char *why) {
 
 enum { TRAIN_SAVES = 1, TRAIN_IS_OVER = 2, TRAIN_STOPS = 4 };
 
-/* Rank 0 says what comes; all save if it is time. */
+/* Rank 0 says what comes, and any may have got a signal; all save if it is time. */
 static ra_status train_between(worker *w, int32_t *next) {
     train *t = w->t;
     char why[TRAIN_WHY] = "";
+    int stop = 0;
     *next = 0;
+    w->stop[w->m.rank] = train_stop;
+    ra_status s = train_heard(w, mesh_show(&w->m, w->stop, sizeof *w->stop));
+    if (s) return s;
+    for (int q = 0; q < w->m.ranks; q++) stop |= w->stop[q];
     if (w->m.rank == 0) {
-        if (train_stop && w->c.step < t->steps) *next |= TRAIN_STOPS;
+        if (stop && w->c.step < t->steps) *next |= TRAIN_STOPS;
         if (w->c.step >= t->steps || *next) *next |= TRAIN_IS_OVER;
         if (!t->eval_only && (*next || w->c.step % t->save == 0) && w->c.step > t->first)
             *next |= TRAIN_SAVES;
         w->c.configuration = train_configuration(t, w->c.step);
     }
-    ra_status s = train_heard(w, mesh_tell(&w->m, next, sizeof *next));
+    s = train_heard(w, mesh_tell(&w->m, next, sizeof *next));
     if (s || !(*next & TRAIN_SAVES)) return s;
     if (w->m.rank == 0 && t->csv && fflush(t->csv)) {
         snprintf(why, sizeof why, "%.400s.csv: %s", t->out, strerror(errno));
@@ -505,7 +513,8 @@ static void train_say_held(const train *t) {
     printf("held-out text: %lld of %llu bytes scored, %.4f bits per byte",
            (long long)t->held_tokens, (unsigned long long)t->held.size, t->held_bits);
     snprintf(path, sizeof path, "%s.held", t->out);
-    FILE *f = fopen(path, "wb");
+    const int fd = open(path, O_WRONLY | O_CREAT | O_EXCL, 0666);      /* may be a user's */
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "wb");
     int ok = f && fwrite(t->held.data, 1, t->held.size, f) == t->held.size;
     if (f) ok = fclose(f) == 0 && ok;
     for (size_t i = 0; i < sizeof packers / sizeof *packers && ok; i++) {
@@ -514,7 +523,7 @@ static void train_say_held(const train *t) {
     }
     printf("\n");
     fflush(stdout);
-    (void)remove(path);
+    if (fd >= 0) (void)remove(path);
 }
 
 /* What rank 0 leaves behind. */

@@ -296,9 +296,9 @@ static inline int cache_manifest_write(const char *path, const cache_shape *s, i
     cache_put(m + 40, (uint64_t)tokens, 8);
     cache_put(m + 48, hash, 8);
     cache_put(m + 60, cache_sum(&t, m, 60), 4);
+    errno = 0;
     fd = open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     ok = fd >= 0;
-    errno = 0;
     ok = ok && CACHE_FILE_WRITE(fd, m, sizeof m, 0) == (ssize_t)sizeof m;
     ok = ok && CACHE_FILE_SYNC(fd) == 0;
     if (fd >= 0) ok = close(fd) == 0 && ok;
@@ -368,10 +368,11 @@ static inline int cache_lane_open(cache_lane *l, const char *path, const cache_s
     l->shape = *s;
     snprintf(l->path, sizeof l->path, "%.*s.%ld", CACHE_PATH - 16, path, (long)lane);
     l->fd = open(l->path, (append ? O_RDWR | O_CREAT : O_RDONLY) | O_CLOEXEC | O_NONBLOCK, 0666);
-    if (l->fd < 0 || fstat(l->fd, &about)) (void)cache_refuse(why, l->path, strerror(errno));
-    else if (!S_ISREG(about.st_mode)) (void)cache_refuse(why, l->path, "is no regular file");
+    if (l->fd < 0) (void)cache_refuse(why, l->path, strerror(errno));
     else if (append && flock(l->fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
         (void)cache_refuse(why, l->path, "another process saves to it");
+    else if (fstat(l->fd, &about)) (void)cache_refuse(why, l->path, strerror(errno));
+    else if (!S_ISREG(about.st_mode)) (void)cache_refuse(why, l->path, "is no regular file");
     else {
         l->records = (int64_t)((size_t)about.st_size / cache_record_bytes(s));
         l->record = (uint8_t *)malloc(cache_record_bytes(s));

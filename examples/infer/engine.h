@@ -325,7 +325,7 @@ static inline int64_t infer_first_wanted(const infer_rank *r, int64_t at, int64_
  * prompt is cut and wherever it begins. *over: the run halts. */
 static inline ra_status infer_prompt(infer_rank *r, int64_t *cached, int *over) {
     const infer_options *o = &r->e->o;
-    const int64_t prompt = r->from, first = r->begun;
+    const int64_t prompt = r->from, first = *cached < r->begun ? *cached : r->begun;
     ra_status s = RA_OK;
     while (*cached < prompt && s == RA_OK && !*over) {
         const int64_t at = *cached, left = prompt - at;
@@ -384,9 +384,14 @@ static inline ra_status infer_more(infer_rank *r, int64_t *count) {
         part = n - at < o->chunk ? n - at : o->chunk;
         for (int64_t i = 0; i < part; i++) r->next[i] = r->rank == 0 ? tokens[at + i] : -1;
         s = infer_share(r, 0, part);
+        for (int64_t i = 0; i < part && s == RA_OK; i++)
+            if (r->next[i] < 0 || r->next[i] >= r->e->m->vocabulary) s = RA_E_RANGE;
+        if (s == RA_E_RANGE)
+            return infer_fail(r->e, s, "a token of the turn is beyond the vocabulary of the model");
         memcpy(r->tokens + *count, r->next, (size_t)part * sizeof *r->next);
         *count += part;
     }
+    if (r->rank && o->halt) r->heeded = *o->halt;
     return s;
 }
 

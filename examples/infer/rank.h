@@ -126,6 +126,7 @@ typedef struct infer_rank {
     cache_shape shape;                 /* of files */
     int64_t saved;                     /* positions that are in the files of o->save */
     ra_transport_op *hop;              /* [2] of infer_hop: a receive, a send */
+    int32_t heeded;                    /* what *halt was when this turn began, on ranks from 1 on */
     int32_t unsafe;                    /* 1: the transport may still use hop, next, ..., wire */
 } infer_rank;
 
@@ -175,7 +176,7 @@ static inline ra_status infer_hop(const ra_transport *net, ra_transport_op op[2]
 }
 
 /* What ranks must have in common. Model and prompt are hashes. */
-enum { INFER_SHARED = 22 };
+enum { INFER_SHARED = 23 };
 static inline int infer_shared(const infer_engine *e, int32_t *out, const char **names) {
     const infer_options *o = &e->o;
     const uint64_t weights = model_hash(e->m), start = 14695981039346656037u;
@@ -183,7 +184,7 @@ static inline int infer_shared(const infer_engine *e, int32_t *out, const char *
                                        (size_t)e->result->prompt * sizeof *e->result->tokens);
     const uint64_t wanted = infer_hash(start, o->wanted, (size_t)o->wanted_count * 8);
     const uint64_t stops = infer_hash(start, o->stop, (size_t)o->stops * sizeof *o->stop);
-    const struct { const char *name; uint64_t x; } all[] = {
+    const struct { const char *name; uint64_t x; } all[INFER_SHARED] = {
         { "the model", weights }, { "the model", weights >> 32 }, { "the prompt", prompt },
         { "the prompt", prompt >> 32 }, { "the length of the prompt", (uint64_t)e->result->prompt },
         { "the type of the cache", (uint64_t)o->cache_dtype },
@@ -211,9 +212,11 @@ static inline int infer_shared(const infer_engine *e, int32_t *out, const char *
 /* A hop has failed: stops the other ranks, and waits until the transport no longer uses its ops. */
 static inline ra_status infer_hop_failed(infer_rank *r, ra_status s) {
     const ra_transport *net = r->net;
+    const char *text = net->error_text ? net->error_text(net->ctx, s) : NULL;
+    s = infer_fail(r->e, s, text ? text : ra_status_text(s));
     if (net->abort) (void)net->abort(net->ctx, s);
     r->unsafe = net->post && (!net->quiesce || net->quiesce(net->ctx, ra_deadline_ms(1000)));
-    return infer_fail(r->e, s, ra_status_text(s));
+    return s;
 }
 
 /* Every rank tells every other what it runs. If they differ, all refuse, and say what differs. */
@@ -244,7 +247,7 @@ static inline ra_status infer_share(infer_rank *r, int64_t want, int64_t count) 
     const infer_options *o = &r->e->o;
     const int32_t ranks = o->ranks;
     ra_status s = RA_OK;
-    r->next[count] = o->halt && *o->halt;
+    r->next[count] = o->halt && *o->halt && *o->halt != r->heeded;
     for (int32_t far = 1; far < ranks && (want < count || o->halt) && s == RA_OK; far *= 2) {
         const int to = (r->rank + far) % ranks, from = (r->rank + ranks - far) % ranks;
         s = infer_hop(r->net, r->hop, to, r->next + want, from, r->heard,
