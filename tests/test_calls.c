@@ -1,6 +1,10 @@
 /* What the API section says about calls on one rank and their memory. Proves it sentence by
  * sentence: packing, shared memory, limits of numbers. */
+#define _DEFAULT_SOURCE 1
 #include "harness.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
 #include "oracle.h"
@@ -913,12 +917,99 @@ TEST(refusals_of_simple) {
     }
 }
 
+/* Memory of `bytes` bytes whose end is that of the pages that may be read. */
+static uint8_t *at_an_end(size_t bytes) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
+    uint8_t *p = (uint8_t *)mmap(NULL, whole + page, PROT_READ | PROT_WRITE,
+                                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED || mprotect(p + whole, page, PROT_NONE)) abort();
+    return p + whole - bytes;
+}
+
+static void end_free(uint8_t *p, size_t bytes) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
+    munmap(p + bytes - whole, whole + page);
+}
+
+/* K and V are read up to their last byte, and not beyond: prefill and decoding, every dtype. */
+TEST(no_read_beyond_the_end) {
+    enum { DIM = 96, KEYS = 77 };
+    h_rng r = h_case_rng(0);
+    static float x[KEYS * DIM], q[KEYS * DIM], o[KEYS * DIM];
+    for (int i = 0; i < KEYS * DIM; i++) x[i] = q[i] = (float)h_normal(&r);
+    for (int32_t dtype = RA_F32; dtype <= RA_Q4_0; dtype++) {
+        const size_t row = dtype == RA_Q4_0 ? 54 : dtype == RA_Q8_0 ? 102
+                         : dtype == RA_F32 ? 384 : 192;
+        uint8_t *k = at_an_end(KEYS * row), *v = at_an_end(KEYS * row);
+        CHECK_EQ(ra_convert(k, dtype, x, RA_F32, KEYS * DIM), RA_OK);
+        memcpy(v, k, KEYS * row);
+        for (int32_t i = 0; i < 4 * RA_ISA_NEON; i++) {
+            ra_desc d = ra_desc_make(1, 1, DIM, RA_F32, RA_MASK_NONE);
+            ra_tensors t = { 0 };
+            d.isa = 1 + i / 4;
+            d.arith = i % 2;
+            d.tokens = i / 2 % 2 ? KEYS : 1;
+            d.kv_tokens = KEYS;
+            d.k_dtype = d.v_dtype = dtype;
+            t.q.data = q;
+            t.k.data = k;
+            t.v.data = v;
+            t.o.data = o;
+            if (ra_isa_available(d.isa))
+                CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
+        }
+        end_free(k, KEYS * row);
+        end_free(v, KEYS * row);
+    }
+}
+
+/* Rows from which a bias of -inf hides a key do not depend on it: neither on its V nor on the scale
+ * of a block of V. */
+TEST(keys_that_a_bias_hides) {
+    enum { DIM = 32, KEYS = 64 };
+    static float x[KEYS * DIM], q[KEYS * DIM], bias[KEYS * KEYS], o[2][KEYS * DIM];
+    h_rng r = h_case_rng(0);
+    for (int i = 0; i < KEYS * DIM; i++) x[i] = q[i] = (float)h_normal(&r);
+    for (int i = 0; i < KEYS; i++) bias[i * KEYS + 5] = i == KEYS - 1 ? 0 : -HUGE_VALF;
+    for (int32_t i = 0; i < 4 * RA_ISA_NEON; i++) {
+        const int32_t dtype = i % 2 ? RA_Q4_0 : RA_Q8_0, bytes = i % 2 ? 18 : 34;
+        uint8_t k[KEYS * 34], v[KEYS * 34];
+        ra_desc d = ra_desc_make(1, 1, DIM, RA_F32, RA_MASK_NONE);
+        ra_tensors t = { 0 };
+        const float wild = 60000;
+        d.isa = 1 + i / 4;
+        d.form = i / 2 % 2;
+        d.tokens = d.kv_tokens = KEYS;
+        d.scores = RA_SCORE_BIAS;
+        d.k_dtype = d.v_dtype = dtype;
+        t.q.data = q;
+        t.k.data = k;
+        t.v.data = v;
+        t.bias.data = bias;
+        t.bias.row_step = KEYS * sizeof *bias;
+        t.bias.key_step = sizeof *bias;
+        t.bias.keys = KEYS;
+        CHECK_EQ(ra_convert(k, dtype, x, RA_F32, KEYS * DIM), RA_OK);
+        memcpy(v, k, sizeof v);
+        if (!ra_isa_available(d.isa)) continue;
+        for (int n = 0; n < 2; n++) {
+            t.o.data = o[n];
+            if (n) (void)ra_convert(v + 5 * bytes, RA_F16, &wild, RA_F32, 1);
+            CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
+        }
+        h_context("isa %d, dtype %d, form %d", (int)d.isa, (int)dtype, (int)d.form);
+        CHECK_BITS(o[1], o[0], (KEYS - 1) * DIM * (int)sizeof(float));
+        CHECK(memcmp(o[1] + (KEYS - 1) * DIM, o[0] + (KEYS - 1) * DIM, DIM * sizeof(float)) != 0);
+    }
+}
+
 static const h_test tests[] = {
     ENTRY(lse_without_keys), ENTRY(rows_that_fit_the_stack), ENTRY(array_ignores_tokens),
     ENTRY(batch_stride_beside_others), ENTRY(gradients_in_one_buffer),
     ENTRY(one_workspace_for_both), ENTRY(one_workspace_for_smaller_calls),
     ENTRY(threads_that_did_not_call), ENTRY(shards_of_a_shared_tensor), ENTRY(rows_of_a_shard),
     ENTRY(rows_of_a_buffer), ENTRY(refusals_of_simple),
+    ENTRY(no_read_beyond_the_end), ENTRY(keys_that_a_bias_hides),
     ENTRY(hidden_heads_on_any_threads),
     ENTRY(error_of_f32), ENTRY(bias_at_the_end_of_f32),
     ENTRY(packed_by_the_longest), ENTRY(strides_of_the_longest),
