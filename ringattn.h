@@ -365,7 +365,7 @@ enum { RA_STATUS_LIST(RA__ENUM) RA__STATUS_END = 99 };
 RINGATTN_API const char *ra_status_text(ra_status status);           /* never null */
 RINGATTN_API int32_t     ra_version(void);                           /* RINGATTN_VERSION */
 
-enum { RA_TEXT_BYTES = 704 };          /* every sentence fits, with its final 0 */
+enum { RA_TEXT_BYTES = 768 };          /* every sentence fits, with its final 0 */
 
 typedef struct ra_error {              /* why a call was refused, or how it failed */
     ra_status status;                  /* RA_OK: nothing was refused */

@@ -865,7 +865,7 @@ TEST(rows_of_a_buffer) {
     ra_desc d = ra_desc_make(4, 2, 8, RA_F32, RA_MASK_CAUSAL);
     ra_tensors t = { 0 };
     for (int i = 0; i < 2 * ROOM * 16; i++) (&cache[0][0][0][0])[i] = (float)h_normal(&r);
-    for (int i = 0; i < 2 * 32; i++) q[0][0][i] = (float)h_normal(&r);
+    for (int i = 0; i < 2 * 32; i++) (&q[0][0][0])[i] = (float)h_normal(&r);
     d.sequences = 2;
     d.tokens = 1;
     d.q_offset = KEYS - 1;

@@ -1388,6 +1388,7 @@ TEST(failed_ring) {
     ra_transport net;
     ra_tensors t;
     ra_failure f;
+    ra_status again;
     ra_job job = { 0 };
     scope = IN_JOB;
     base_transport(&net, 2);
@@ -1399,7 +1400,8 @@ TEST(failed_ring) {
     CHECK_EQ(ra_forward(plan, ring, &t, RA_NO_DEADLINE), RA_E_IO);
     CHECK_EQ(ra_ring_failure(ring, &f), RA_OK);
     CHECK(f.status == RA_E_IO && f.code == RA_E_IO && f.rank == 0 && f.pass == 1 && f.text[0]);
-    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_IO, "ring", "1");
+    again = ra_begin(ring, &job);
+    refused(again, ra_ring_error(ring), RA_E_IO, "ring", "1");
     CHECK_EQ(ra_ring_destroy(ring), RA_OK);
     ra_plan_destroy(plan);
 }

@@ -98,7 +98,7 @@ static void judge(const form *f, const char *name, int processes, int ranks) {
     rep = cf_judge(&m, NULL, 0, stdout);
     CHECK_EQ(rep.failed, 0);
     /* loans, three of sendrecv, and registration if it is not needed */
-    CHECK_EQ(rep.unclaimed, 6 - (f->one_sided || f->registers));
+    CHECK_EQ(rep.unclaimed, 5 - (f->one_sided || f->registers));
 }
 
 static const form rxm = { "tcp;ofi_rxm", 0, 0 }, rxm_one_sided = { "tcp;ofi_rxm", 1, 0 },
