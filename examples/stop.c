@@ -103,8 +103,9 @@ static void *rank_main(void *arg) {
 }
 
 int main(void) {
-    static const char *const title[SCENES] = { "Rank 1 cancels its pass", "Rank 1 cancels a call "
-                                               "of its cache", "Rank 1 leaves with RA_E_IO" };
+    static const char *const title[SCENES] = {
+        "Rank 1 cancels its pass", "Rank 1 cancels a call of its cache",
+        "Rank 1 leaves with RA_E_IO" };
     static const ra_status first[SCENES] = { RA_E_CANCELLED, RA_E_CANCELLED, RA_E_IO };
     const size_t n = (size_t)ROWS * HEADS * DIM;
     rank_state x[RANKS];

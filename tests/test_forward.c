@@ -1067,7 +1067,7 @@ TEST(scales) {
 static void q4_rule(uint8_t *block, const float *x) {
     float most = 0, at = 0;
     for (int i = 0; i < 32; i++) if (fabsf(x[i]) > most) { at = x[i]; most = fabsf(at); }
-    const float d = at / -8, inverse = d ? 1 / d : 0;
+    const float d = at / -8, inverse = d < 0 || d > 0 ? 1 / d : 0;
     dtype_store(block, dtype_round(d, RA_F16), RA_F16);
     for (int i = 0; i < 16; i++) {
         const float lo = x[i] * inverse, hi = x[16 + i] * inverse;
