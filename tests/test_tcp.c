@@ -1455,46 +1455,6 @@ TEST(a_rank_restarts) {
     }
 }
 
-/* A rank that is not connected with all others does not wait for them if one that was has left. */
-TEST(a_ring_that_is_over) {
-    tn_world *w = tn_make("127.0.0.1", 3, 1);
-    ra_tcp_desc d[3], again;
-    const char *at[3];
-    tn_opening o[3], second;
-    char nobody[32], byte = 0;
-    int port = 0, fd = ra_tcp_listen("127.0.0.1:0", &port);
-    ra_transport_op op = tn_op(RA_MSG_SEND, 1, &byte, 1), *ops = &op;
-    close(fd);
-    snprintf(nobody, sizeof nobody, "127.0.0.1:%d", port);
-    for (int r = 0; r < 3; r++) {
-        d[r] = tn_desc(w, 0, r);
-        at[r] = w->at[0][r];
-    }
-    again = d[1];                      /* takes the place of rank 1 at rank 0 */
-    again.listen_fd = ra_tcp_listen("127.0.0.1:0", NULL);
-    at[0] = nobody;
-    d[1].addresses = at;
-    for (int r = 0; r < 2; r++) tn_start(&o[r], &d[r]);
-    tn_start(&second, &again);
-    cf_sleep_us(100000);
-    tn_start(&o[2], &d[2]);
-    CHECK_EQ(tn_join_open(&o[0]), RA_OK);
-    CHECK_EQ(tn_join_open(&o[2]), RA_OK);
-    if (o[2].tcp) {
-        const ra_transport *t = ra_tcp_transport(o[2].tcp);
-        CHECK_EQ(t->post(t->ctx, &ops, 1), RA_OK);
-        (void)t->abort(t->ctx, RA_E_CANCELLED);
-    }
-    ra_tcp_close(o[2].tcp);
-    CHECK_EQ(tn_join_open(&o[1]), RA_E_PEER);
-    if (!CHECK(strstr(o[1].why.text, "rank 2 was connected with all ranks, and has left") != NULL))
-        printf("    it says: %s\n", o[1].why.text);
-    ra_tcp_close(o[0].tcp);
-    (void)tn_join_open(&second);
-    ra_tcp_close(second.tcp);
-    tn_end(w);
-}
-
 /* The second process that says that it is rank 1 is told so, and the first one stays. */
 TEST(two_processes_of_one_rank) {
     tn_world *w = tn_make("127.0.0.1", 3, 1);
@@ -1630,8 +1590,7 @@ int main(int argc, char **argv) {
         ENTRY(another_byte_order), ENTRY(no_peer_answers), ENTRY(longest_patience),
         ENTRY(listens_on_its_own_address_alone), ENTRY(strangers), ENTRY(many_ranks),
         ENTRY(many_ranks_flooded), ENTRY(few_ranks_flooded),
-        ENTRY(cut_in_the_handshake), ENTRY(a_rank_restarts), ENTRY(a_ring_that_is_over),
-        ENTRY(two_processes_of_one_rank),
+        ENTRY(cut_in_the_handshake), ENTRY(a_rank_restarts), ENTRY(two_processes_of_one_rank),
         ENTRY(who_is_missing), ENTRY(addresses_that_are_none),
         ENTRY(few_descriptors), ENTRY(descriptors_that_do), ENTRY(another_length),
         ENTRY(a_forked_child_closes), ENTRY(calls_are_bounded), ENTRY(no_memory),

@@ -1037,40 +1037,18 @@ static ra_status ra_tcp_late(ra_tcp *t, int r, int others) {
                          t->note);
 }
 
-/* 1: the peer has closed, whatever it has sent before. Other systems than Linux cannot tell. Its
- * POLLRDHUP is declared with _GNU_SOURCE alone. */
-static int ra_tcp_left(const ra_tcp_conn *c) {
-#if defined __linux__ && !defined __sparc__
-    struct pollfd p = { c->fd, 0x2000, 0 };
-    return poll(&p, 1, 0) == 1 && (p.revents & (0x2000 | POLLHUP | POLLERR));
-#else
-    (void)c;
-    return 0;
-#endif
-}
-
 /* A peer that closes while the ring connects, and that had not connected itself with all others,
- * may be one that starts again: it is missing. One that has sent something was connected with all:
- * if it closes, the ring is over. Looks for such peers every 100 ms, and last, when all are there
- * and ops find out. Negative: the ring cannot form. */
-static int ra_tcp_look_around(ra_tcp *t, int last) {
+ * may be one that starts again: it is missing. Looks for such peers every 100 ms, and last. */
+static void ra_tcp_look_around(ra_tcp *t, int last) {
     const int64_t now = ra_now_ns();
-    int others, code = RA_OK;
-    if (!last && now - t->swept_ns < 100 * RA_TCP_MS) return RA_OK;
+    if (!last && now - t->swept_ns < 100 * RA_TCP_MS) return;
     t->swept_ns = now;
     for (int r = 0; r < t->ranks; r++) {
         ra_tcp_conn *c = &t->conn[r];
-        if (c->stage != RA_TCP_AT_OPEN) continue;
-        if (ra_tcp_gone(c)) {
-            ra_tcp_reset(c);
-            ra_tcp_tried(c, "it closed its connection before all ranks were there", 0);
-        } else if (!last && ra_tcp_left(c)) {
-            ra_tcp_note(t, "rank %d was connected with all ranks, and has left before this one was "
-                        "connected with rank %d", r, ra_tcp_missing(t, &others));
-            code = RA_E_PEER;
-        }
+        if (c->stage != RA_TCP_AT_OPEN || !ra_tcp_gone(c)) continue;
+        ra_tcp_reset(c);
+        ra_tcp_tried(c, "it closed its connection before all ranks were there", 0);
     }
-    return code;
 }
 
 /* Adds a connection to those of the next poll. */
@@ -1085,8 +1063,8 @@ static int ra_tcp_await(ra_tcp *t, int n, ra_tcp_conn *c, int events) {
 /* A round of connecting. list: addresses of the ranks below. */
 static int ra_tcp_round(ra_tcp *t, struct addrinfo *const *list) {
     const int64_t now = ra_now_ns(), pause = (50 + t->ranks) * RA_TCP_MS;
-    int n = 0, code = ra_tcp_look_around(t, 0);
-    if (code < 0) return code;
+    int n = 0, code = RA_OK;
+    ra_tcp_look_around(t, 0);
     for (int r = 0; r < t->rank; r++) {
         ra_tcp_conn *c = &t->conn[r];
         if (c->fd < 0 && now - c->since_ns > pause) ra_tcp_dial(t, c, list[r]);
@@ -1123,7 +1101,7 @@ static ra_status ra_tcp_connect(ra_tcp *t) {
                                  t->d.addresses[r], gai_strerror(why));
     }
     while (code >= 0) {
-        if (ra_tcp_missing(t, &others) < 0) (void)ra_tcp_look_around(t, 1);
+        if (ra_tcp_missing(t, &others) < 0) ra_tcp_look_around(t, 1);
         if ((missing = ra_tcp_missing(t, &others)) < 0) break;
         code = ra_tcp_round(t, list);
         if (code < 0) (void)ra_tcp_refuse(&t->d, code, "handshake", "%s", t->note);
