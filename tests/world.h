@@ -8,7 +8,7 @@
 
 typedef struct outcome {
     ra_status status;                  /* of the first rank that did not end well */
-    char text[800];
+    char text[900];
     float *o, *lse;                    /* [B][q_max][Hq][Dv], [B][q_max][Hq] */
     float *d_q, *d_k, *d_v;            /* train: as Q, K, V by position; 0 where nobody has them */
     double d_sinks[64];                /* sums over ranks */

@@ -27,7 +27,7 @@
 
 enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_STRING,
        GGUF_ARRAY, GGUF_U64, GGUF_I64, GGUF_F64, GGUF_TYPES };
-enum { GGUF_DIMS = 4, INFER_WHY = 720, GGUF_QUANT = 64 };
+enum { GGUF_DIMS = 4, INFER_WHY = 784, GGUF_QUANT = 64 };
 
 typedef struct gguf_text { const char *data; size_t size; } gguf_text;   /* no 0 at the end */
 
