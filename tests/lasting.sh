@@ -84,7 +84,7 @@ victim=${pids##* } first=${pids# }
 until_lines 20 "$dir/three.0" "${first%% *}"
 kill -9 "$victim"
 all 2> /dev/null
-check 'the killed rank is missed' grep -q 'is gone' "$dir/three.0.err"
+check 'the killed rank is missed' grep -q 'is gone\|has closed its connection' "$dir/three.0.err"
 check 'three ranks write the text of one' beginning "$dir/three.0"
 
 over 2 two --predict $some --load "$dir/kv"

@@ -134,8 +134,10 @@ def compare(line, program, folder, dtype, bars):
             group["lr"] = rate(step, run.steps)
         adam.step()
     for name, x in run.cut(run.last).items():
-        moved = (w[name] - run.cut(run.first)[name]).abs().max()
-        worst["weights"] = max(worst["weights"], ((x.to(dtype) - w[name]).abs().max() / moved).item())
+        # By their rms: a first step of Adam is a sign, so a weight whose gradient is as small as its
+        # error may move anywhere.
+        moved = (w[name] - run.cut(run.first)[name]).norm()
+        worst["weights"] = max(worst["weights"], ((x.to(dtype) - w[name]).norm() / moved).item())
     ok = all(worst[k] <= bars[k] for k in worst)
     print(f"{'ok  ' if ok else 'FAIL'} {line}, {str(dtype)[6:]}: " +
           ", ".join(f"{k} {worst[k]:.1e} of {bars[k]:.0e}" for k in worst), flush=True)
@@ -157,7 +159,7 @@ def main():
             for dtype in dtypes:
                 total += 1
                 good += compare(line, sys.argv[1], folder, dtype,
-                                {"loss": 1e-6, "gradient": 4e-6, "weights": 2e-3})
+                                {"loss": 1e-6, "gradient": 4e-6, "weights": 2e-4})
     print(f"{good} passed, {total - good} failed")
     return good != total
 
