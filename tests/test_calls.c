@@ -859,7 +859,7 @@ TEST(rows_of_a_shard) { CHECK_EQ(ra_world_run(3, thirds_rank, NULL, NULL), RA_OK
  * stay 0; without, that would be 10 rows. */
 TEST(rows_of_a_buffer) {
     enum { ROOM = 64, KEYS = 10 };
-    static float cache[2][ROOM][2][8], q[2][4][8], o[3][2][4][8];
+    static float cache[2][ROOM][2][8], q[2][4][8], o[3][2][4][8], wide[2][4][2][8];
     h_rng r = h_case_rng(0);
     ra_error e = { 0 };
     ra_desc d = ra_desc_make(4, 2, 8, RA_F32, RA_MASK_CAUSAL);
@@ -884,6 +884,7 @@ TEST(rows_of_a_buffer) {
     CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_E_SHAPE);
     CHECK(!strcmp(e.field, "t.k.rows") && !strncmp(e.text, "9 is less than 10, ", 19));
     t.k.rows = 0;
+    t.o.data = wide;
     t.o.rows = 2;                      /* rows of a head that are there, but not read, count too */
     t.o.token_stride = 8 * 4;
     t.o.head_stride = 8 * 4;
