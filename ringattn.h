@@ -15729,6 +15729,7 @@ typedef struct ra__link {
                                         * exchanged with each rank */
     int64_t open;                      /* of all ranks */
     int64_t deadline_ns, patience_ns;  /* of the pass (0: none); longest sendrecv */
+    int32_t pace, polls;               /* without a helper: polls per round; since the last round */
     ra_transport_op *first, *last;     /* pending messages in the order in which they were posted */
     int32_t fails, why;                /* atomic: 1: the first failure is being noted; RA_E_* */
     int32_t peer[2];                   /* written before `why`: to and from whom that sendrecv was;
@@ -17437,6 +17438,10 @@ static void ra__tp_turn_ends(const ra_transport *t) {
  * buffers are leaked. Without a helper a failure goes to the transport's abort at once; if there is
  * none, quiesce makes the round that tells the others. */
 enum { RA__LINK_OPS = 64, RA__LINK_NAP_NS = 30000, RA__LINK_ANSWER_NS = 1000000000 };
+/* In a round all ranks wait for the longest step, so fewer rounds wait less, and deliver later. A
+ * rank without work polls at once. Passes relative to post, 4 ranks, zigzag, causal, a round per 1,
+ * 2, 4, 8 polls: backward 1.67, 1.46, 1.35, 1.27; forward 1.09, 1.11, 1.14, 1.23. */
+enum { RA__LINK_PACE_BACK = 4 };
 enum { RA__LINK_NEXT, RA__LINK_MOVED, RA__LINK_ENDED };    /* words of ra_transport_op.scratch:
                                         * the next op in the list; bytes moved; how it ended */
 
@@ -17648,7 +17653,10 @@ static int ra__link_post(void *ctx, ra_transport_op *const *ops, int n) {
 static int ra__link_poll(void *ctx, ra_transport_op *const *ops, int n) {
     ra__link *u = (ra__link *)ctx;
     int ended = 0;
-    if (!u->helps && u->open && !ra__load_i32(&u->why)) (void)ra__link_round(u);
+    if (!u->helps && u->open && !ra__load_i32(&u->why) && ++u->polls >= u->pace) {
+        u->polls = 0;
+        (void)ra__link_round(u);
+    }
     ra__link_lock(u, 1);
     for (int i = 0; i < n; i++) {
         ra_transport_op *op = ops[i];
@@ -17664,9 +17672,11 @@ static int ra__link_poll(void *ctx, ra_transport_op *const *ops, int n) {
 
 RA__UNUSED static int ra__link_wait(void *ctx, ra_transport_op *const *ops, int n,
                                     int64_t deadline_ns) {
+    ra__link *u = (ra__link *)ctx;
     int before = 0;
     for (int i = 0; i < n; i++) before += ops[i]->state == RA_MSG_PENDING;
     for (;;) {
+        if (!u->helps) u->polls = u->pace;     /* this thread has no work */
         int pending = 0, code = ra__link_poll(ctx, ops, n);
         for (int i = 0; i < n; i++) pending += ops[i]->state == RA_MSG_PENDING;
         if (code || pending < before || ra_now_ns() >= deadline_ns) return code;
@@ -20771,6 +20781,7 @@ static ra_status ra__ring_begin(void *of, const void *what) {
     s = ra__talk_turn(k, &k->tp);
     if (s) return s;
     ra__link_rest(&k->link);
+    k->link.pace = job->pass == RA_PASS_BACKWARD ? RA__LINK_PACE_BACK : 1;
     memset(&k->refusal, 0, sizeof k->refusal);
     ring->work = w;
     ra__ring_lay_out(ring, job->plan, job->pass);

@@ -760,12 +760,12 @@ static void takes_no_turns(const ra_desc *d, const char *what) {
     blocking = flat_pass(d->ranks, 0);
     posted = flat_pass(d->ranks, 1);
     h_context("%s: %lld tiles, %lld with post", what, (long long)blocking, (long long)posted);
-    CHECK(blocking * 100 <= posted * (d->train ? 170 : 120));
+    CHECK(blocking * 100 <= posted * (d->train ? 140 : 120));
     if (h_run.verbose) printf("%s\n", h_run.context);
     flat_close(d->ranks);
 }
 
-/* Sendrecv alone, without a helper, takes at most 20 % longer than post and poll, backward 70 %.
+/* Sendrecv alone, without a helper, takes at most 20 % longer than post and poll, backward 40 %.
  * Ranks wait for each other in every round, and a step of a backward pass is several tiles. */
 TEST(sendrecv_is_nearly_as_fast_as_post) {
     enum { ZIGZAG_CAUSAL = 4 };
