@@ -8443,8 +8443,8 @@ RA__Q8_STATIC void ra__decode_load_q8(ra__decode_rows *rows, int32_t r, const vo
  * The maximum of a block is known before its weights, so a row whose l would pass the limit needs
  * no second look at its scores: only the power between its m and the maximum changes.
  *
- * PERF: Zen 4, one thread, D 128, 4096 tokens, of the time of products in f32: full 0.65, causal
- * 0.68. Per 16 scores there are 128 products instead of 256. Joining sums of 32 dims or of 64 keys
+ * PERF: Zen 4, one thread, D 128, 4096 tokens, of the time of products in f32: full 0.67, causal
+ * 0.66. Per 16 scores there are 128 products instead of 256. Joining sums of 32 dims or of 64 keys
  * takes 12 multiply-adds and as many conversions, and weights for 4 blocks 8 multiply-adds. */
 typedef struct ra__q8_tile {
     ra__bf_strip strip;

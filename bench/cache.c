@@ -66,13 +66,7 @@ static void make_cache(work *w) {
         if (!cache_lane_open(&lane[i], w->file, &s, i, 1, 0, why)) fail(name, why);
     }
     for (int64_t i = 0; i * CACHE_RUN < w->tokens; i++) {
-        cache_run run;
-        memset(&run, 0, sizeof run);
-        run.run = i;
-        run.before = hash;
-        run.count = CACHE_RUN;
-        memcpy(run.token, w->prompt + i * CACHE_RUN, sizeof run.token);
-        hash = cache_hash(hash, run.token, CACHE_RUN);
+        const cache_run run = cache_run_of(w->prompt, i, w->tokens, &hash);
         if (!cache_lane_append(&lane[i % LANES], &run, rows, why)) fail("append", why);
     }
     for (int i = 0; i < LANES; i++) {
@@ -125,15 +119,9 @@ static void load_lane(void *ctx, int64_t lane) {
     int64_t guess = -1;
     if (!cache_lane_open(&file, w->file, &s, (int32_t)lane, 0, 1, why)) fail("open", why);
     for (int64_t i = 0; i * CACHE_RUN < w->tokens; i++) {
-        cache_run run;
+        const cache_run run = cache_run_of(w->prompt, i, w->tokens, &hash);
         cache_rows to;
         int32_t n;
-        memset(&run, 0, sizeof run);
-        run.run = i;
-        run.before = hash;
-        run.count = CACHE_RUN;
-        memcpy(run.token, w->prompt + i * CACHE_RUN, sizeof run.token);
-        hash = cache_hash(hash, run.token, CACHE_RUN);
         if (i % LANES != lane) continue;
         guess = cache_lane_find(&file, &run, file.records, guess + 1, &n);
         to.first = w->memory + (size_t)i * part;

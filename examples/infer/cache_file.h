@@ -215,6 +215,21 @@ static inline uint64_t cache_hash(uint64_t before, const int32_t *tokens, int64_
     return before;
 }
 
+/* Run `run` of the first `count` tokens. *hash is of the tokens before it, and becomes that of all
+ * up to its end. */
+static inline cache_run cache_run_of(const int32_t *tokens, int64_t run, int64_t count,
+                                     uint64_t *hash) {
+    const int64_t left = count - run * CACHE_RUN;
+    cache_run x;
+    memset(&x, 0, sizeof x);
+    x.run = run;
+    x.before = *hash;
+    x.count = left < CACHE_RUN ? (int32_t)left : CACHE_RUN;
+    memcpy(x.token, tokens + run * CACHE_RUN, (size_t)x.count * sizeof *x.token);
+    *hash = cache_hash(*hash, x.token, x.count);
+    return x;
+}
+
 /* -------------------------------------------------------------------------- the manifest */
 static inline int cache_refuse(char *why, const char *path, const char *what) {
     return gguf_refuse(why, "%.150s: %.90s", path, what);

@@ -51,20 +51,6 @@ static inline cache_rows infer_rows(const infer_rank *r, int64_t run) {
     return at;
 }
 
-/* The next run of the first `count` tokens; *hash becomes that of the tokens up to its end. */
-static inline cache_run infer_run_of(const infer_rank *r, int64_t run, int64_t count,
-                                     uint64_t *hash) {
-    const int64_t left = count - run * CACHE_RUN;
-    cache_run x;
-    memset(&x, 0, sizeof x);
-    x.run = run;
-    x.before = *hash;
-    x.count = left < CACHE_RUN ? (int32_t)left : CACHE_RUN;
-    memcpy(x.token, r->tokens + run * CACHE_RUN, (size_t)x.count * sizeof *x.token);
-    *hash = cache_hash(*hash, x.token, x.count);
-    return x;
-}
-
 /* Runs of one lane that are read on all threads. */
 typedef struct infer_loading {
     const infer_rank *r;
@@ -139,7 +125,7 @@ static inline int64_t infer_load(infer_rank *r) {
         int64_t count = 0;
         if (!infer_has_lane(r, lane)) continue;
         for (int64_t i = 0; i < (end + CACHE_RUN - 1) / CACHE_RUN; i++) {
-            const cache_run x = infer_run_of(r, i, prompt, &hash);
+            const cache_run x = cache_run_of(r->tokens, i, prompt, &hash);
             if (i % lanes == lane) all[count++] = x;
         }
         end = infer_load_lane(r, lane, all, count, end);
@@ -183,7 +169,7 @@ static inline int infer_save_lane(infer_rank *r, int64_t lane, int64_t count, ch
     spare.apart = cache_part_bytes(&r->shape);
     spare.first = (uint8_t *)malloc(2 * (size_t)r->shape.layers * spare.apart);
     for (int64_t i = 0; i < (count + CACHE_RUN - 1) / CACHE_RUN && ok; i++) {
-        const cache_run x = infer_run_of(r, i, count, &hash);
+        const cache_run x = cache_run_of(r->tokens, i, count, &hash);
         int32_t n = 0;
         if (i < from || i % lanes != lane) continue;
         if (had) guess = cache_lane_find(&file, &x, had, guess + 1, &n);
