@@ -57,7 +57,7 @@ try() {
         steady) timeout 60 "$work/cache" steps_poll --first &&
             timeout 60 "$work/cache" events --first ;;
         forward) timeout 90 "$work/forward" modified_decode --first ;;
-        fp) timeout 90 "$work/fp" --first ;;
+        fp) timeout 90 "$work/fp" --first && timeout 90 "$work/fp" --other --first ;;
         cells) timeout 90 "$work/forward" attention_at --first ;;
         near) timeout 90 "$work/near" modified_decode --first ;;
         resume) timeout 120 "$work/resume" --first ;;
